@@ -27,7 +27,7 @@ from fedstrata.common.experiment.tiers import Minimum, Tier
 from fedstrata.common.learning import splits
 from fedstrata.common.methods.selection import ClientSelection
 from fedstrata.common.protocol.attendance import Targets
-from fedstrata.common.protocol.limits import check_report, limits_below
+from fedstrata.common.protocol.limits import ChildLimits, check_report, limits_below
 from fedstrata.common.protocol.messages import (
     ChildStatus,
     Key,
@@ -237,25 +237,14 @@ def test_a_new_device_takes_part_from_the_next_round_on(rule: str) -> None:
     tree = with_institution(entering=2, aggregation={"name": rule})
     tree |= {"training": {"objective": {"name": rule}}} if rule in ("scaffold", "feddyn") else {}
     _, _, tables = completed(tree, enter)
-    rounds = [
-        int(row["global_round"]) for row in tables["devices"] if row["node"].endswith("/device-9")
-    ]
-    assert {row["node"] for row in tables["devices"] if "device-9" in row["node"]} == {
-        "cloud/institution-1/device-9"
-    }
-    assert rounds and rounds[0] > 1
+    homes = homes_of(tables["devices"], "device-9")
+    assert set(map(tuple, homes.values())) == {("institution-1",)} and min(homes) > 1
     if rule not in ("fedcross", "fedmr"):  # of four devices three take part, for three models
-        assert rounds == list(range(rounds[0], 7))
-    links = [
-        row
-        for row in tables["links"]
-        if "device-9" in (row["from"], row["to"]) and row["kind"] == "all"
-    ]
-    assert [(row["from"], row["to"]) for row in links] == [
-        ("institution-1", "device-9"),
-        ("device-9", "institution-1"),
-    ]
-    assert all(int(row["message_bytes"]) > 10_000 for row in links)
+        assert [*homes] == list(range(min(homes), 7))
+    links = [row for row in tables["links"] if "device-9" in (row["from"], row["to"])]
+    ways = [(row["from"], int(row["message_bytes"])) for row in links if row["kind"] == "all"]
+    assert [sender for sender, _ in ways] == ["institution-1", "device-9"]
+    assert min(count for _, count in ways) > 10_000
 
 
 # Devices that move
@@ -283,11 +272,7 @@ def test_a_device_moves_by_its_trace() -> None:
     homes = homes_of(tables["devices"], "device-4")
     assert homes[1] == ["institution-1"] and homes[6] == ["institution-1"]
     assert ["institution-0"] in homes.values()
-    links = {
-        (row["from"], row["to"])
-        for row in tables["links"]
-        if "device-4" in (row["from"], row["to"])
-    }
+    links = {(row["from"], row["to"]) for row in tables["links"]}
     assert {("institution-0", "device-4"), ("institution-1", "device-4")} < links
 
 
@@ -403,9 +388,7 @@ def test_a_device_enters_below_the_cloud_and_returns_after_a_kill(node: str | No
             lab.start(node, parent="cloud" if node == "device-7" else None)
 
     _, _, tables = completed(TWO_TIERS, enter)
-    rounds = [
-        int(row["global_round"]) for row in tables["devices"] if row["node"] == "cloud/device-7"
-    ]
+    rounds = homes_of(tables["devices"], "device-7")
     assert 8 in rounds and 1 not in rounds
     sent = [row for row in tables["links"] if row["from"] == "device-7" and row["kind"] == "model"]
     assert len(sent) == 1 and int(sent[0]["payload_bytes"]) >= 10_000 * len(rounds)
@@ -426,25 +409,22 @@ def test_a_device_without_a_place_waits() -> None:
 # What may enter, and what it may report
 
 
-@pytest.mark.parametrize(
-    ("device", "parent", "takes"),
-    [
-        ("device-0", "institution-0", True),
-        ("device-0", "institution-1", True),
-        ("device-99", "institution-1", True),
-        ("anything", "institution-0", True),
-        ("device-0", "cloud", False),
-        ("device-0", "institution-7", False),
-        ("cloud", "institution-0", False),
-        ("institution-1", "institution-0", False),
-        ("all", "institution-0", False),
-    ],
-)
-def test_devices_alone_enter_and_below_parents_of_devices(
-    device: str, parent: str, takes: bool
-) -> None:
-    assert parse(OPEN).takes(device, parent) is takes
-    assert parse(LAB).takes(device, parent) is ((device, parent) == ("device-0", "institution-0"))
+INSIDE = [("device-0", "institution-0")]
+INSIDE += [(name, "institution-1") for name in ("device-0", "device-99")]
+INSIDE += [("anything", "institution-0")]
+OUTSIDE = [("device-0", "cloud"), ("device-0", "institution-7")]
+OUTSIDE += [(name, "institution-0") for name in ("cloud", "institution-1", "all")]
+
+
+@pytest.mark.parametrize(("device", "parent"), INSIDE + OUTSIDE)
+def test_devices_alone_enter_and_below_parents_of_devices(device: str, parent: str) -> None:
+    assert parse(OPEN).takes(device, parent) is ((device, parent) in INSIDE)
+    assert parse(LAB).takes(device, parent) is ((device, parent) == INSIDE[0])
+
+
+def below_institution(tree: Mapping[str, Any]) -> ChildLimits:
+    digits = {**tree, "data": {"dataset": "digits"}}
+    return limits_below(parse(digits), "cloud")["institution-0"]
 
 
 @pytest.mark.parametrize(
@@ -464,25 +444,19 @@ def test_devices_alone_enter_and_below_parents_of_devices(
 def test_a_report_on_a_device_that_cannot_be_there_is_refused(
     name: str, parent: str, most: int | None
 ) -> None:
-    limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
-    found = limits.most_samples(ChildReport(name, parent=parent))
+    report = ChildReport(name, parent=parent)
+    found = below_institution(OPEN).most_samples(report)
     assert found is None if most is None else found is not None and found >= most
-    closed = limits_below(parse(LAB), "cloud")["institution-0"]
-    assert (closed.most_samples(ChildReport(name, parent=parent)) is not None) is (
-        (name, parent) == ("device-0", "")
-    )
+    within = below_institution(LAB).most_samples(report) is not None
+    assert within is ((name, parent) == ("device-0", ""))
 
 
 def test_more_reports_than_places_are_refused() -> None:
-    limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
-    key = Key(1, 0, 0)
+    limits, work = below_institution(OPEN), Work(1, 0.5, 1, 1, 1.0)
+    reports = [ChildReport(f"device-{90 + k}", Work(1), parent="institution-0") for k in range(6)]
     for count, refused in ((5, False), (6, True)):
-        children = tuple(
-            ChildReport(f"device-{90 + k}", Work(1), parent="institution-0") for k in range(count)
-        )
-        result = replace(
-            result_of(key), work=Work(1, 0.5, 1, 1, 1.0), path_steps=1, children=children
-        )
+        children = tuple(reports[:count])
+        result = replace(result_of(Key(1, 0, 0)), work=work, path_steps=1, children=children)
         with pytest.raises(RefusedModel) if refused else nullcontext():
             check_report(result, limits=limits, epochs=1)
 
@@ -504,17 +478,16 @@ def test_a_run_in_which_a_device_has_moved_is_not_replayed(tmp_path: Path) -> No
 # The data of a device that enters
 
 
+OVERLAP = {"partition": "dirichlet_overlap", "partition_size": 50}
+
+
 @pytest.mark.parametrize(
     ("data", "node", "expected"),
     [
-        ({"partition": "dirichlet_overlap", "partition_size": 50}, "device-9", 50),
-        ({"partition": "dirichlet_overlap", "partition_size": 50}, "pi-6", 50),
-        (
-            {"partition": "dirichlet_overlap", "partition_size": 50},
-            "device-3",
-            "a number from 6 on",
-        ),
-        ({"partition": "dirichlet_overlap", "partition_size": 50}, "zero", "a number from 6 on"),
+        (OVERLAP, "device-9", 50),
+        (OVERLAP, "pi-6", 50),
+        (OVERLAP, "device-3", "a number from 6 on"),
+        (OVERLAP, "zero", "a number from 6 on"),
         ({"partition": "iid"}, "device-9", "data.partition = 'iid' divides the samples"),
         ({"partition": "dirichlet"}, "device-9", "divides the samples among the devices"),
     ],

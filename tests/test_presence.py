@@ -37,53 +37,61 @@ READY = Presence(NodeState.READY, "device")
 SILENT_S = 30.0
 
 
-def proofs_of(*peers: str, persistent: bool = False) -> PeerProofs:
-    return PeerProofs(peers or ("a",), ME, silent_s=SILENT_S, persistent=persistent)
+class Proofs(PeerProofs):
+    """The proofs of peers, in the hand of a test."""
+
+    def __init__(self, peers: str = "a", *, persistent: bool = False) -> None:
+        super().__init__(peers, ME, silent_s=SILENT_S, persistent=persistent)
+
+    def take(
+        self,
+        session: str = "s",
+        state: NodeState = NodeState.READY,
+        *,
+        peer: str = "a",
+        retained: bool = False,
+        now: float = 0.0,
+    ) -> bool:
+        """Take a presence; return whether it counts."""
+        presence = Presence(state, "device")
+        return self.receive(peer, session, presence, retained=retained, now=now)
+
+    def asks(self, *, until_s: float) -> list[float]:
+        """Return when peers are asked, looking only when the deadline reports so."""
+        found, now = [], 0.0
+        while (due := self.next_deadline()) < until_s:
+            assert due >= now
+            now = due
+            self.silent(now)
+            found += [now] * len(self.questions(now))
+            assert self.next_deadline() > now
+        return found
 
 
-def asked(proofs: PeerProofs, *, until_s: float) -> list[tuple[float, str]]:
-    """Return when each peer is asked, looking only when the deadline reports so."""
-    found, now = [], 0.0
-    while (due := proofs.next_deadline()) < until_s:
-        assert due >= now
-        now = due
-        proofs.silent(now)
-        found += [(now, peer) for peer, _ in proofs.questions(now)]
-        assert proofs.next_deadline() > now
-    return found
-
-
-def brought_to(proof: Proof, *, persistent: bool = False) -> PeerProofs:
+def brought_to(proof: Proof, *, persistent: bool = False) -> Proofs:
     """Return the proofs of a peer that has come to this state, by session `old` where one proved
     itself.
     """
-    proofs = proofs_of(persistent=persistent)
-    if proof is Proof.CLAIMED:
-        proofs.receive("a", "old", READY, retained=True, now=0.0)
-    elif proof is not Proof.UNKNOWN:
-        proofs.receive("a", "old", READY, retained=False, now=0.0)
-        if proof is Proof.DOUBTED:
-            proofs.reconnected(0.0)
+    proofs = Proofs(persistent=persistent)
+    if proof is not Proof.UNKNOWN:
+        proofs.take("old", retained=proof is Proof.CLAIMED)
+    if proof is Proof.DOUBTED:
+        proofs.reconnected(0.0)
     assert proofs.proof("a") is proof
     return proofs
 
 
-def apply(proofs: PeerProofs, cause: ProofCause) -> None:
-    if cause is ProofCause.LIVE:
-        proofs.receive("a", "new", READY, retained=False, now=1.0)
-    elif cause is ProofCause.RETAINED:
-        proofs.receive("a", "new", READY, retained=True, now=1.0)
-    else:
-        proofs.reconnected(1.0)
-
-
-@pytest.mark.parametrize(("proof", "cause"), list(itertools.product(Proof, ProofCause)))
+@pytest.mark.parametrize("cause", ProofCause)
+@pytest.mark.parametrize("proof", Proof)
 def test_a_proof_changes_as_the_table_defines_and_in_no_other_way(
     proof: Proof, cause: ProofCause
 ) -> None:
     proofs = brought_to(proof)
     session = proofs.session("a")
-    apply(proofs, cause)
+    if cause is ProofCause.RECONNECTED:
+        proofs.reconnected(1.0)
+    else:
+        proofs.take("new", retained=cause is ProofCause.RETAINED, now=1.0)
     assert proofs.proof("a") is TRANSITIONS[cause].get(proof, proof)
     assert proofs.session("a") == ("new" if cause is ProofCause.LIVE else session)
 
@@ -102,8 +110,8 @@ def test_the_picture_of_the_proofs_is_the_table() -> None:
 
 @pytest.mark.parametrize("state", NodeState)
 def test_a_retained_presence_proves_nothing(state: NodeState) -> None:
-    proofs = proofs_of()
-    assert not proofs.receive("a", "old", Presence(state, "device"), retained=True, now=0.0)
+    proofs = Proofs()
+    assert not proofs.take("old", state, retained=True)
     assert proofs.session("a") == "" and not proofs.speaks("a", "old", 0.0)
 
 
@@ -113,11 +121,9 @@ def test_a_presence_of_a_session_that_never_proved_itself_counts_only_while_it_l
 ) -> None:
     proofs = brought_to(Proof.PROVEN)
     living = state in (NodeState.INIT, NodeState.READY)
-    assert proofs.receive("a", "new", Presence(state, "device"), retained=False, now=0.0) is living
+    assert proofs.take("new", state) is living
     assert proofs.session("a") == ("new" if living else "old")
-    assert proofs.receive(
-        "a", proofs.session("a"), Presence(state, "device"), retained=False, now=0.0
-    )
+    assert proofs.take(proofs.session("a"), state)
 
 
 def test_an_unknown_session_is_asked_about_once_in_a_while() -> None:
@@ -132,8 +138,8 @@ def test_an_unknown_session_is_asked_about_once_in_a_while() -> None:
 
 
 def test_an_answer_ends_the_questions() -> None:
-    proofs = proofs_of()
-    proofs.receive("a", "s", READY, retained=True, now=0.0)
+    proofs = Proofs()
+    proofs.take(retained=True)
     ((peer, question),) = proofs.questions(0.0)
     assert (peer, question) == ("a", Question("my-session", run="run-1"))
     assert (
@@ -141,25 +147,25 @@ def test_an_answer_ends_the_questions() -> None:
     )
     assert proofs.answered("a", "s", Alive(question.nonce, READY))
     assert proofs.proof("a") is Proof.PROVEN and proofs.session("a") == "s"
-    assert asked(proofs, until_s=1000.0) == []
+    assert proofs.asks(until_s=1000.0) == []
 
 
 def test_a_wanted_presence_is_asked_for_although_its_owner_sends() -> None:
-    proofs = proofs_of()
-    proofs.receive("a", "s", READY, retained=False, now=0.0)
+    proofs = Proofs()
+    proofs.take()
     proofs.want("a", 0.0)
     assert proofs.speaks("a", "s", 0.1)
     assert len(proofs.questions(ASK_FIRST_S)) == 1
     assert proofs.speaks("a", "s", 0.3)
     ((_, question),) = proofs.questions(ASK_FIRST_S + 2 * PROOF_EVERY_S)
     assert proofs.answered("a", "s", Alive(question.nonce, READY))
-    assert asked(proofs, until_s=1000.0) == []
+    assert proofs.asks(until_s=1000.0) == []
 
 
 def test_a_parent_asks_a_child_of_which_it_knows_nothing_a_few_times() -> None:
-    proofs = proofs_of()
+    proofs = Proofs()
     proofs.reconnected(0.0)
-    times = [at for at, _ in asked(proofs, until_s=1000.0)]
+    times = proofs.asks(until_s=1000.0)
     assert times[0] == ASK_UNKNOWN_S and 3 <= len(times) <= 5  # a thousand of them may be starting
 
 
@@ -176,15 +182,15 @@ def test_who_is_or_was_there_or_wanted_and_a_parent_are_asked_until_they_answer(
         proofs.reconnected(0.0)
     if proof is Proof.PROVEN:
         proofs.want("a", 0.0)
-    times = [at for at, _ in asked(proofs, until_s=1000.0)]
+    times = proofs.asks(until_s=1000.0)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[-1] > 990.0 and max(gaps) <= ASK_MOST_S + 1e-9 and min(gaps) >= PROOF_EVERY_S
 
 
 def test_who_lived_and_does_not_answer_is_silent_once() -> None:
-    proofs = proofs_of("a", "b", "c")
-    for peer in ("a", "b"):
-        proofs.receive(peer, "s", READY, retained=False, now=0.0)
+    proofs = Proofs("abc")
+    for peer in "ab":
+        proofs.take(peer=peer)
     proofs.reconnected(100.0)
     assert proofs.speaks("b", "s", 110.0)
     silent = []
@@ -208,7 +214,7 @@ def test_who_lived_and_does_not_answer_is_silent_once() -> None:
 def test_whatever_happens_nothing_due_is_missed_and_nobody_speaks_unproved(
     steps: list[tuple[str, str, str, float]],
 ) -> None:
-    proofs, now = proofs_of("a", "b"), 0.0
+    proofs, now = Proofs("ab"), 0.0
     proved: dict[str, set[str]] = {"a": set(), "b": set()}
     for what, peer, session, gap in steps:
         now += gap
@@ -226,9 +232,7 @@ def test_whatever_happens_nothing_due_is_missed_and_nobody_speaks_unproved(
             proved[peer].add(session)
         else:
             state = NodeState.LOST if what == "lost" else NodeState.READY
-            proofs.receive(
-                peer, session, Presence(state, "device"), retained=what == "retained", now=now
-            )
+            proofs.take(session, state, peer=peer, retained=what == "retained", now=now)
             if what == "live":
                 proved[peer].add(session)
         assert proofs.session(peer) in proved[peer] | {""}
@@ -240,33 +244,47 @@ def test_whatever_happens_nothing_due_is_missed_and_nobody_speaks_unproved(
 # Our own
 
 
-def own_of(session: str = "my-session") -> OwnPresence:
-    return OwnPresence(Identity("run-1", "a", "device", session))
+class Own(OwnPresence):
+    """A node's own presence, in the hand of a test."""
+
+    def __init__(self, session: str = "my-session") -> None:
+        super().__init__(Identity("run-1", "a", "device", session))
+        self.connected()
+
+    def publish(self, state: NodeState = NodeState.READY) -> None:
+        self.set_state(state, reason="", samples=7, failure=Failure.NONE)
+
+    def take(
+        self,
+        state: NodeState,
+        *,
+        session: str = "other",
+        run: str = "run-1",
+        retained: bool = False,
+        **more: str,
+    ) -> None:
+        """Take a presence under its name, without more of another process."""
+        self.receive(run, session, Presence(state, "device", **more), retained=retained)
+
+    def states(self) -> list[NodeState]:
+        """Return the states that it publishes now."""
+        return [presence.state for presence in self.to_send()]
 
 
-def published_own() -> OwnPresence:
+def published_own() -> Own:
     """Return a node's presence that was published, READY, and came back from the broker."""
-    own = own_of()
-    own.connected()
-    publish(own)
+    own = Own()
+    own.publish()
     own.to_send()
-    own.receive("run-1", "my-session", READY, retained=False)
+    own.take(NodeState.READY, session="my-session")
     return own
 
 
-def publish(own: OwnPresence, state: NodeState = NodeState.READY) -> None:
-    own.set_state(state, reason="", samples=7, failure=Failure.NONE)
-
-
 def test_a_presence_is_published_on_each_connection_once() -> None:
-    own = own_of()
-    own.connected()
-    publish(own)
-    assert [presence.state for presence in own.to_send()] == [
-        NodeState.INIT,
-        NodeState.READY,
-    ] and not own.to_send()
-    publish(own, NodeState.FINISHED)  # while the broker is away
+    own = Own()
+    own.publish()
+    assert own.states() == [NodeState.INIT, NodeState.READY] and not own.to_send()
+    own.publish(NodeState.FINISHED)  # while the broker is away
     own.connected()
     (presence,) = own.to_send()
     assert presence.state is NodeState.FINISHED and presence.ledger == "my-session"
@@ -274,24 +292,21 @@ def test_a_presence_is_published_on_each_connection_once() -> None:
 
 def test_the_will_of_our_own_broken_connection_is_corrected() -> None:
     own = published_own()
-    own.receive("run-1", "my-session", Presence(NodeState.LOST, "device"), retained=False)
-    assert [presence.state for presence in own.to_send()] == [NodeState.READY]
-    own.receive("run-1", "my-session", Presence(NodeState.READY, "device"), retained=False)
+    own.take(NodeState.LOST, session="my-session")
+    assert own.states() == [NodeState.READY]
+    own.take(NodeState.READY, session="my-session")
     assert not own.to_send()
 
 
 def test_of_two_living_nodes_of_a_name_the_second_ends() -> None:
-    first, second = own_of("first"), own_of("second")
-    broker: list[tuple[str, Presence]] = []
-    for own, session in ((first, "first"), (second, "second")):
-        own.connected()
-        broker += [(session, presence) for presence in own.to_send()]
+    nodes = {session: Own(session) for session in ("first", "second")}
+    broker = [(name, each) for name, own in nodes.items() for each in own.to_send()]
     while broker:
         session, presence = broker.pop(0)
-        for own, mine in ((first, "first"), (second, "second")):
+        for mine, own in nodes.items():
             own.receive("run-1", session, presence, retained=False)
             broker += [(mine, each) for each in own.to_send()]
-    assert (first.taken, second.taken) == ("", "run-1")
+    assert [own.taken for own in nodes.values()] == ["", "run-1"]
 
 
 @pytest.mark.parametrize("answers", ["", "another"])
@@ -300,10 +315,9 @@ def test_an_end_that_another_publishes_under_our_name_is_corrected(
     state: NodeState, answers: str
 ) -> None:
     own = published_own()
-    own.receive("run-1", "other", Presence(state, "device", answers=answers), retained=False)
-    assert [(each.state, each.answers) for each in own.to_send()] == [
-        (NodeState.READY, "other")
-    ] and not own.taken
+    own.take(state, answers=answers)
+    (presence,) = own.to_send()
+    assert (presence.state, presence.answers) == (NodeState.READY, "other") and not own.taken
 
 
 def test_what_is_left_of_an_earlier_run_is_cleared_by_whoever_holds_the_name() -> None:
@@ -313,14 +327,14 @@ def test_what_is_left_of_an_earlier_run_is_cleared_by_whoever_holds_the_name() -
         ("old-2", NodeState.READY),
         ("run-1", NodeState.FAILED),
     ):
-        own.receive(run, "earlier", Presence(state, "device"), retained=True)
+        own.take(state, session="earlier", run=run, retained=True)
     assert own.remains() == ["old-1"] and not own.remains() and not own.to_send() and not own.taken
 
 
 def test_a_node_that_leaves_defends_its_name_no_more() -> None:
     own = published_own()
     own.leaving = True
-    own.receive("run-1", "other", READY, retained=False)
+    own.take(NodeState.READY)
     own.receive("run-1", "", None, retained=False)
     own.set_targets(())
     assert not own.to_send() and not own.taken

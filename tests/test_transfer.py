@@ -378,7 +378,7 @@ def asked_at(
     one = Fetches(OWNER, chunk_bytes=2_000_000, exclusive=exclusive, **how)
     asked = [(0.0, ask) for ask in one.ticks(0.0, carried=carried(0.0))]
     asked += due(
-        one.core.next_deadline, lambda now: one.ticks(now, carried=carried(now)), until_s=until_s
+        one.next_deadline, lambda now: one.ticks(now, carried=carried(now)), until_s=until_s
     )
     return [at for at, _ in asked]
 
@@ -430,9 +430,9 @@ def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up(
 def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
     one = Fetches(OWNER, chunk_bytes=100_000, exclusive=True)
     one.ticks(0.0, carried=10**9)
-    one.core.reconnected(1.0)
+    one.reconnected(1.0)
     assert one.ticks(1.0, carried=200)
-    assert not one.ticks(3.0, carried=20_000) and one.core.next_deadline() == 5.0
+    assert not one.ticks(3.0, carried=20_000) and one.next_deadline() == 5.0
     assert one.ticks(5.0, carried=20_300)
 
 

@@ -50,7 +50,7 @@ from tests.helpers.transfer_line import (
 def one_fetch(chunks: int = 10, *, slots: int = 4, window: int = 8) -> Fetches:
     """Return a fetch from one owner that has been asked."""
     one = Fetches(OWNER, slots=slots, chunks=chunks, window=window)
-    one.core.to_send()
+    one.to_send()
     return one
 
 
@@ -58,46 +58,46 @@ def one_fetch(chunks: int = 10, *, slots: int = 4, window: int = 8) -> Fetches:
 def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
     one = one_fetch()
     assert not one.chunk(3, body)
-    assert one.buffer == bytes(one.manifest.size) and one.core.chunks_refused == 1
-    ((owner, ask),) = one.core.to_send()
+    assert one.buffer == bytes(one.manifest.size) and one.chunks_refused == 1
+    ((owner, ask),) = one.to_send()
     assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
     assert one.serve(OWNER) and one.buffer == one.data
-    assert one.core.next_event() == Fetched(OWNER, one.manifest.blob)
+    assert one.next_event() == Fetched(OWNER, one.manifest.blob)
 
 
 def test_foreign_chunks_touch_nothing() -> None:
     one = one_fetch()
     assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")
     assert not one.chunk(0, blob="f" * 16) and not one.chunk(0, owner="stranger")
-    assert one.core.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
-    assert one.core.next_event() is None and one.core.to_send() == []
+    assert one.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
+    assert one.next_event() is None and one.to_send() == []
 
 
 def test_damaged_chunks_alone_fail_the_fetch() -> None:
     one = one_fetch()
     one.chunk(0)
     for _ in range(3):
-        assert not one.chunk(5, b"x") and one.core.to_send()  # asked for at once
+        assert not one.chunk(5, b"x") and one.to_send()  # asked for at once
     for _ in range(50):
-        assert not one.chunk(6, b"x") and not one.core.to_send()  # but not for ever
-    one.core.note_arrival(one.now)  # others keep the connection busy
+        assert not one.chunk(6, b"x") and not one.to_send()  # but not for ever
+    one.note_arrival(one.now)  # others keep the connection busy
     begun, asks = one.now, 0
-    while (due := one.core.next_deadline()) < begun + SPOILT_S:
+    while (due := one.next_deadline()) < begun + SPOILT_S:
         one.now = due
-        one.core.tick(one.now)
-        asks += len(one.core.to_send())
-        assert not one.chunk(6, b"x") and one.core.next_event() is None
+        one.tick(one.now)
+        asks += len(one.to_send())
+        assert not one.chunk(6, b"x") and one.next_event() is None
     assert 2 <= asks <= 5  # less and less often
     one.now = begun + SPOILT_S
     assert not one.chunk(5, b"x")
-    event = one.core.next_event()
+    event = one.next_event()
     assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (
         OWNER,
         one.manifest.blob,
     )
     assert event.cause is FetchFailure.DAMAGED
     assert "wrong digests" in event.reason
-    assert one.core.next_event() is None and not one.core.wanted() and not one.core.to_send()
+    assert one.next_event() is None and not one.wanted() and not one.to_send()
 
 
 def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
@@ -107,7 +107,7 @@ def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
         one.chunk(6, b"x") if body == b"z" else None
     one.now += 100 * SPOILT_S
     assert not one.chunk(5, b"x")
-    assert one.core.next_event() is None and one.core.wanted()
+    assert one.next_event() is None and one.wanted()
 
 
 def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little_cost() -> None:
@@ -137,7 +137,7 @@ def test_damage_on_the_way_is_repaired() -> None:
 def test_a_duplicate_changes_nothing() -> None:
     one = one_fetch()
     assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
-    assert one.core.chunks_refused == 1
+    assert one.chunks_refused == 1
     assert one.buffer[:CHUNK] == one.data[:CHUNK]
 
 
@@ -147,20 +147,20 @@ def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
     for index in range(1, LOST_LEAST):
         one.number += 1
         one.chunk(index)
-        assert one.core.chunks_lost == index and not one.core.loses
+        assert one.chunks_lost == index and not one.loses
     one.number += 10**12  # another process of the owner
     one.chunk(LOST_LEAST)
-    assert one.core.chunks_lost == LOST_LEAST - 1 + one.window and one.core.loses
+    assert one.chunks_lost == LOST_LEAST - 1 + one.window and one.loses
 
 
 def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
     one = one_fetch()
     one.chunk(0)
-    one.core.reconnected(1.0)
-    one.core.to_send()
+    one.reconnected(1.0)
+    one.to_send()
     one.number += 5
     one.chunk(6)
-    assert one.core.chunks_lost == 0 and one.core.chunks_arrived == 2
+    assert one.chunks_lost == 0 and one.chunks_arrived == 2
 
 
 @examples(60)
@@ -201,10 +201,10 @@ def test_hundreds_of_hostile_chunks_are_refused_and_the_blob_is_exact(
 def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
     one = one_fetch(window=64)
     one.chunk(0)
-    assert not one.core.to_send()  # no quarter of a window yet, and nothing is missing
+    assert not one.to_send()  # no quarter of a window yet, and nothing is missing
     one.number += 1
     one.chunk(2)
-    ((_, ask),) = one.core.to_send()
+    ((_, ask),) = one.to_send()
     assert ask.seen_all == 3 and ask.lacking == b"\x5f\xc0" and not ask.restart
 
 
@@ -227,10 +227,10 @@ def test_duplicates_count_as_publications_seen() -> None:
     one = one_fetch()
     for index in (0, 1):
         one.chunk(index)
-    one.core.to_send()
+    one.to_send()
     for _ in range(2):
         one.chunk(0)
-    ((_, ask),) = one.core.to_send()
+    ((_, ask),) = one.to_send()
     assert ask.seen_all == 4
 
 
@@ -273,9 +273,9 @@ def test_a_blob_that_is_gone_fails_the_fetch() -> None:
 
 def test_gone_of_another_blob_or_owner_is_ignored() -> None:
     one = one_fetch()
-    one.core.gone(OWNER, "f" * 16, now=0.0)
-    one.core.gone("stranger", one.manifest.blob, now=0.0)
-    assert one.core.next_event() is None and one.core.lacks(OWNER, one.manifest.blob) == 10
+    one.gone(OWNER, "f" * 16, now=0.0)
+    one.gone("stranger", one.manifest.blob, now=0.0)
+    assert one.next_event() is None and one.lacks(OWNER, one.manifest.blob) == 10
 
 
 def test_a_finished_receiver_of_a_retired_blob_gets_no_answer() -> None:
@@ -288,18 +288,18 @@ def test_uploads_take_slots_in_order(slots: int) -> None:
     fetches, blob = Fetches(*owners, slots=slots, chunks=2), blob_of(2)[0].blob
     for number, owner in enumerate(owners):
         active = {(name, blob) for name in owners[number : number + slots]}
-        assert fetches.core.wanted() == active
+        assert fetches.wanted() == active
         asked = {name for name, ask in fetches.asked().items() if ask.lacking}
         assert asked <= {name for name, _ in active}
-        assert fetches.serve(owner) and fetches.core.next_event() == Fetched(owner, blob)
-    assert not fetches.core.wanted() and fetches.core.next_deadline() == inf
+        assert fetches.serve(owner) and fetches.next_event() == Fetched(owner, blob)
+    assert not fetches.wanted() and fetches.next_deadline() == inf
 
 
 def test_slow_links_share_slots() -> None:
     names = names_of(14)
     ways = {name: LinkDirection(2_500_000.0) for name in names[:10]}
     ways |= {name: LinkDirection(125e6) for name in names[10:12]}
-    core = Fetches(*names, slots=2, ways=ways).core
+    core = Fetches(*names, slots=2, ways=ways)
     # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more;
     # undeclared ones wait.
     assert {owner for owner, _ in core.wanted()} == {*names[:12]}
@@ -309,20 +309,20 @@ def test_a_dropped_fetch_frees_its_slot() -> None:
     one = one_fetch(slots=1)
     other, _ = blob_of(3, 9)
     for name in ("device-1", "device-2"):
-        one.core.fetch(name, other, room_for(other), now=0.0)
-    one.core.drop("device-1", now=0.0)  # it still waited
-    one.core.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
-    assert one.core.wanted() == {(OWNER, one.manifest.blob)}
-    one.core.drop(OWNER, blob=one.manifest.blob, now=0.0)
-    assert one.core.wanted() == {("device-2", other.blob)} and not one.chunk(0)
-    assert one.core.next_event() is None
+        one.fetch(name, other, room_for(other), now=0.0)
+    one.drop("device-1", now=0.0)  # it still waited
+    one.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
+    assert one.wanted() == {(OWNER, one.manifest.blob)}
+    one.drop(OWNER, blob=one.manifest.blob, now=0.0)
+    assert one.wanted() == {("device-2", other.blob)} and not one.chunk(0)
+    assert one.next_event() is None
 
 
 def test_a_known_fetch_goes_on() -> None:
     one = one_fetch()
     one.chunk(0)
-    one.core.fetch(OWNER, one.manifest, room_for(one.manifest), now=5.0)
-    assert one.core.lacks(OWNER, one.manifest.blob) == 9 and not one.core.to_send()
+    one.fetch(OWNER, one.manifest, room_for(one.manifest), now=5.0)
+    assert one.lacks(OWNER, one.manifest.blob) == 9 and not one.to_send()
 
 
 INLINE: dict[str, Callable[[bytes], bytes]] = {
@@ -356,7 +356,7 @@ def test_an_inline_blob_is_taken_whole_or_refused(how: str) -> None:
 def test_a_row_of_an_array_is_assembled_in_place() -> None:
     one = one_fetch(3)
     rows = np.zeros((2, one.manifest.size), np.uint8)
-    one.core.fetch("another", one.manifest, rows[1].data, now=0.0)
+    one.fetch("another", one.manifest, rows[1].data, now=0.0)
     assert all(one.chunk(index, owner="another") for index in (2, 1, 0))
     assert rows[1].tobytes() == one.data and not rows[0].any()
 
@@ -468,18 +468,18 @@ def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent()
     slots = Fetches("dead", "alive")
     assert slots.chunk(0, owner="dead")
     slots.asked()
-    slots.core.yield_slot("dead", now=0.2)
+    slots.yield_slot("dead", now=0.2)
     assert set(slots.asked()) == {"alive"}
-    assert slots.serve("alive") and slots.core.wanted() == {("dead", slots.manifest.blob)}
+    assert slots.serve("alive") and slots.wanted() == {("dead", slots.manifest.blob)}
     assert slots.asked()["dead"].lacking == bytes([0b01110000])
     assert slots.buffers["alive"] == slots.data
 
 
 def test_an_owner_that_reconnected_is_asked_again_at_once() -> None:
     one = one_fetch()
-    one.core.ask_again("other", now=1.0)
+    one.ask_again("other", now=1.0)
     assert one.asked() == {}
-    one.core.ask_again(OWNER, now=1.0)
+    one.ask_again(OWNER, now=1.0)
     assert one.asked()[OWNER].restart
 
 
@@ -491,7 +491,7 @@ def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks()
     assert set(slots.asked()) == {"silent"}
     assert slots.chunk(2, owner="silent")
     assert set(slots.wait(PATIENCE_S + 1)) == {"second"}
-    assert slots.core.wanted() == {(owner, slots.manifest.blob) for owner in ("silent", "second")}
+    assert slots.wanted() == {(owner, slots.manifest.blob) for owner in ("silent", "second")}
     assert slots.serve("second")
     assert set(slots.asked()) == {"second", "third"}  # the first of them: complete
     assert slots.chunk(0, owner="silent")  # it was minutes on its way
@@ -499,7 +499,7 @@ def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks()
     ask = slots.asked()["silent"]
     assert ask.lacking == bytes([0b01010000])
     assert slots.chunk(1, owner="silent") and slots.chunk(3, owner="silent")
-    assert slots.buffers["silent"] == slots.data and not slots.core.wanted()
+    assert slots.buffers["silent"] == slots.data and not slots.wanted()
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -525,14 +525,14 @@ def parked() -> Fetches:
 def test_a_parked_fetch_may_end_without_a_slot() -> None:
     slots = parked()
     assert slots.serve("silent")
-    assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
-    assert slots.core.wanted() == {("second", slots.manifest.blob)}
-    assert slots.serve("second") and not slots.core.wanted()
+    assert slots.next_event() == Fetched("silent", slots.manifest.blob)
+    assert slots.wanted() == {("second", slots.manifest.blob)}
+    assert slots.serve("second") and not slots.wanted()
 
 
 def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
     slots = parked()
-    slots.core.reconnected(slots.now)
+    slots.reconnected(slots.now)
     assert slots.asked()["second"].restart
     assert slots.serve("second")
     assert slots.asked()["silent"].restart
@@ -540,9 +540,9 @@ def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
 
 def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
     slots, blob = parked(), blob_of(4)[0].blob
-    slots.core.drop("silent", now=slots.now)
-    assert slots.core.wanted() == {("second", blob)} and not slots.chunk(0, owner="silent")
-    assert slots.core.lacks("silent", blob) == 0
+    slots.drop("silent", now=slots.now)
+    assert slots.wanted() == {("second", blob)} and not slots.chunk(0, owner="silent")
+    assert slots.lacks("silent", blob) == 0
 
 
 def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:

@@ -410,11 +410,11 @@ class ChildNode(Node):
 class Opening:
     """A round that is to be played, over restarts of the parent too."""
 
-    global_round: int
-    local_round: int
     models: dict[str, bytes]
-    epochs: int
-    closing: Closing
+    global_round: int = 0
+    local_round: int = 0
+    epochs: int = 1
+    closing: Closing = ALL
 
 
 def parent_session(
@@ -634,17 +634,14 @@ class Lab(VirtualLine):
         self,
         names: Collection[str] | None = None,
         *,
-        global_round: int = 0,
-        local_round: int = 0,
         model: bytes | None = None,
-        models: Mapping[str, bytes] | None = None,
-        epochs: int = 1,
-        closing: Closing = ALL,
+        models: dict[str, bytes] | None = None,
+        **how: Any,
     ) -> Key:
-        """Open a round; without another model it has one of its own."""
-        one = model_of(1000 * global_round + local_round) if model is None else model
-        given = dict(models or dict.fromkeys(names or self.names, one))
-        self.opening = Opening(global_round, local_round, given, epochs, closing)
+        """Open a round; without another model it has one of its own. `how`: fields of `Opening`."""
+        self.opening = opening = Opening(models or {}, **how)
+        one = model or model_of(1000 * opening.global_round + opening.local_round)
+        opening.models = models or dict.fromkeys(names or self.names, one)
         return self._open(self.parent) or Key(0, 0, 0)
 
     def play(self, *, until_s: float = 400.0) -> Closed | Stalled:

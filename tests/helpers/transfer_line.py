@@ -272,7 +272,7 @@ class OneOwner(Sender):
         return found
 
 
-class Fetches:
+class Fetches(Receiver):
     """A receiver that fetches the same blob from each of some owners, in the hand of a test."""
 
     def __init__(
@@ -285,22 +285,23 @@ class Fetches:
         **how: Any,
     ) -> None:
         self.manifest, self.data = blob_of(chunks, chunk_bytes=chunk_bytes)
-        self.core, self.window = Receiver(window=window, slots=slots, **how), window
+        super().__init__(window=window, slots=slots, **how)
+        self.window = window
         self.buffers = {owner: room_for(self.manifest) for owner in owners}
         self.buffer = self.buffers[owners[0]]
         self.now = 0.0
         self.number = 0
         for owner, buffer in self.buffers.items():
-            self.core.fetch(owner, self.manifest, buffer, now=0.0)
+            self.fetch(owner, self.manifest, buffer, now=0.0)
 
     def asked(self) -> dict[str, Ask]:
         """Return the last ask that is due to each owner."""
-        return dict(self.core.to_send())
+        return dict(self.to_send())
 
     def ticks(self, now: float, *, carried: int = -1) -> list[Ask]:
         """Look at the time, with what a kernel has received; return what is asked."""
-        self.core.tick(now, carried=carried)
-        return [ask for _, ask in self.core.to_send()]
+        self.tick(now, carried=carried)
+        return [ask for _, ask in self.to_send()]
 
     def chunk(
         self, index: int, data: bytes | None = None, *, owner: str = OWNER, blob: str | None = None
@@ -312,7 +313,7 @@ class Fetches:
         body = bytes(self.data[self.manifest.span(index)]) if data is None else data
         blob = blob or self.manifest.blob
         topic = chunk_topic(owner, blob, stream=ALL, index=index, number=self.number)
-        return self.core.receive_chunk(topic, body, now=self.now)
+        return self.receive_chunk(topic, body, now=self.now)
 
     def serve(self, owner: str) -> bool:
         """Receive all chunks from an owner; return whether all were new."""
@@ -326,7 +327,7 @@ class Fetches:
         for _ in range(int(seconds)):
             self.now += 1.0
             if busy:
-                self.core.note_arrival(self.now)
-            self.core.tick(self.now)
+                self.note_arrival(self.now)
+            self.tick(self.now)
             asked |= self.asked()
         return asked
