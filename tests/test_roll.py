@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -155,7 +156,7 @@ class Listed:
     """A node that does nothing but keep its entry in the roll."""
 
     def __init__(self, site: SimulatedSite, name: str) -> None:
-        self.entry, self.task = site.make(name, lambda world: self._build(site, name, world))
+        self.entry, self.task = site.make(name, partial(self._build, site, name))
 
     @staticmethod
     def _build(
@@ -172,6 +173,40 @@ class Listed:
         return entry, asyncio.create_task(keep())
 
 
+async def listed(site: SimulatedSite, *names: str) -> list[Listed]:
+    """Return nodes that are in the roll; nothing was routed since."""
+    nodes = [Listed(site, name) for name in names]
+    await asyncio.sleep(1)
+    site.routed.clear()
+    return nodes
+
+
+def ask(site: SimulatedSite, asker: str, nonce: str = "n") -> None:
+    question = serialization.encode(Question(nonce, About.ENTRY), "n")
+    site.inject(topics.ask(LAB, topics.ALL, asker), question)
+
+
+def answering(site: SimulatedSite, node: str, answer: Callable[[Here], Iterable[bytes]]) -> None:
+    """Let a node answer the operator's roll calls, made of a device's entry."""
+
+    def hook(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.AskTopic) and topic.asker == "operator":
+            _, asked = serialization.decode(message.body)
+            assert isinstance(asked, Question)
+            here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
+            for body in answer(here):
+                site.inject(topics.answer(LAB, topic.asker, node), body)
+
+    site.network.hooks.append(hook)
+
+
+def answers_to(site: SimulatedSite, asker: str) -> list[bytes]:
+    """Return the answers that were routed to an asker."""
+    topics_to = f"{LAB}/answer/{asker}/"
+    return [each.body for each in site.routed if topics_to in each.topic]
+
+
 def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
     """Return a message of the roll as the next version of the protocol may have it: with other
     fields at its end.
@@ -185,23 +220,12 @@ def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
 
 @virtual
 async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite) -> None:
-    node, nexts = Listed(site, "device-0"), list[Routed]()
 
-    def answer(message: Routed) -> None:
-        topic = topics.parse(message.topic)
-        if isinstance(topic, topics.AskTopic) and topic.asker == "operator":
-            (_, asked), where = (
-                serialization.decode(message.body),
-                topics.answer(LAB, topic.asker, "device-1"),
-            )
-            assert isinstance(asked, Question)
-            here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
-            site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
-        elif isinstance(topic, topics.AnswerTopic) and topic.asker == "next":
-            nexts.append(message)
+    def answer(here: Here) -> list[bytes]:
+        return [of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1")]
 
-    site.network.hooks.append(answer)
-    await asyncio.sleep(1)
+    answering(site, "device-1", answer)
+    _node = await listed(site, "device-0")
     old, new = sorted(await roll(site), key=lambda each: each.node)
     assert (old.node, old.other_release) == ("device-0", "")
     assert (new.node, new.here.role, new.here.parent, new.here.run) == (
@@ -221,25 +245,20 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
         topics.ask(LAB, topics.ALL, "next"),
         of_the_next_release(Question("nonce", About.ENTRY), 7, session="s2"),
     )
-    await until(lambda: nexts)
-    _, found = serialization.decode(nexts[0].body)
+    await until(lambda: answers_to(site, "next"))
+    _, found = serialization.decode(answers_to(site, "next")[0])
     assert isinstance(found, Here) and (found.nonce, found.role) == ("nonce", "device")
-    node.task.cancel()
 
 
 def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
-        return Answer(
-            node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol
-        )
+    def answer(node: str, protocol: int = serialization.VERSION) -> Answer:
+        here = Here("n", "device", CLOUD, "", "9.1", "h", "", "", "", 0.0, ())
+        return Answer(node, here, 0.0, protocol)
 
     line = f"device-1 is left out: it is of release 9.1 (protocol {serialization.VERSION + 1})"
-    found = [
-        answer("device-0", "device", CLOUD),
-        answer("device-1", "device", CLOUD, serialization.VERSION + 1),
-    ]
+    found = [answer("device-0"), answer("device-1", serialization.VERSION + 1)]
     others = {each.node: each.other_release for each in found if each.other_release}
     assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
     assert line in capsys.readouterr().err
@@ -271,23 +290,14 @@ async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: Simu
     """As many sessions as it likes, and messages that no node sends."""
     sent: list[str] = []
 
-    def answer(message: Routed) -> None:
-        topic = topics.parse(message.topic)
-        if isinstance(topic, topics.AskTopic):
-            (_, asked), where = (
-                serialization.decode(message.body),
-                topics.answer(LAB, topic.asker, "device-6"),
-            )
-            assert isinstance(asked, Question)
-            here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
-            for _ in range(50):
-                sent.append(f"s{len(sent)}")
-                site.inject(where, serialization.encode(here, sent[-1]))
-            site.inject(where, bytes(30_000_000))
+    def answer(here: Here) -> Iterator[bytes]:
+        for _ in range(50):
+            sent.append(f"s{len(sent)}")
+            yield serialization.encode(replace(here, hardware="x" * 2000), sent[-1])
+        yield bytes(30_000_000)
 
-    site.network.hooks.append(answer)
-    Listed(site, "device-0")
-    await asyncio.sleep(1)
+    answering(site, "device-6", answer)
+    _node = await listed(site, "device-0")
     found = await roll(site)
     assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(
         sent
@@ -298,8 +308,7 @@ async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: Simu
 @virtual
 async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) -> None:
     assert await roll(site) == []
-    first, second = Listed(site, "device-0"), Listed(site, "device-1")
-    await asyncio.sleep(1)
+    first, _second = await listed(site, "device-0", "device-1")
     first.entry.run = "run-7"
     found = await roll(site)
     assert [each.node for each in found] == ["device-0", "device-1"]
@@ -316,48 +325,31 @@ async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) ->
     began = asyncio.get_running_loop().time()
     assert len(await roll(site, expected=["device-0", "device-1"])) == 2
     assert asyncio.get_running_loop().time() < began + 0.5, "all that are expected have answered"
-    of_the_same_name = Listed(site, "device-1")
-    await asyncio.sleep(1)
+    _of_the_same_name = await listed(site, "device-1")
     assert [each.node for each in await roll(site)] == ["device-0", "device-1", "device-1"]
-    for each in (first, second, of_the_same_name):
-        each.task.cancel()
 
 
 @virtual
 async def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_one(
     site: SimulatedSite,
 ) -> None:
-    node = Listed(site, "device-0")
-    await asyncio.sleep(1)
-    site.routed.clear()
-
-    def ask(asker: str, nonce: str) -> None:
-        question = serialization.encode(Question(nonce, About.ENTRY), "n")
-        site.inject(topics.ask(LAB, topics.ALL, asker), question)
-
+    _node = await listed(site, "device-0")
     for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped
-        ask("shouter", nonce)
+        ask(site, "shouter", nonce)
     for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
-        ask(asker, "n")
+        ask(site, asker)
     await asyncio.sleep(0.05)
     answers = [topics.parse(each.topic) for each in site.routed]
     answered = Counter(topic.asker for topic in answers if isinstance(topic, topics.AnswerTopic))
     assert answered["mallory"] == answered["person"] == 1 and not answered["shouter"]
     assert answered.total() == ASKERS_MOST
-    node.task.cancel()
 
 
 @virtual
 async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSite) -> None:
-    node = Listed(site, "device-0")
-    await asyncio.sleep(1)
-    site.routed.clear()
+    _node = await listed(site, "device-0")
     for number in range(200):
-        site.inject(
-            topics.ask(LAB, topics.ALL, f"stranger-{number}"),
-            serialization.encode(Question("nonce", About.ENTRY), "stranger"),
-        )
+        ask(site, f"stranger-{number}")
         site.inject(topics.ask(LAB, topics.ALL, "stranger"), b"\x00")
         await asyncio.sleep(0.01)
     assert 18 <= sum("/answer/" in routed.topic for routed in site.routed) <= 21
-    node.task.cancel()

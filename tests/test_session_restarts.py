@@ -97,12 +97,35 @@ def test_a_restart_costs_what_the_process_was_training(state: ParticipantState, 
     lab.check()
 
 
-@pytest.mark.parametrize("who", [PARENT, "device-0"])
-def test_a_process_that_dies_again_and_again_is_followed(who: str) -> None:
+MUTE, REMAINS = FaultKind.MUTE, FaultKind.REMAINS
+OVERCOME: Final[Mapping[str, list[Fault]]] = {
+    **{
+        f"{who} dies again and again": [
+            Fault(KILL, 0.37 * number, 0.0, who, 3.0) for number in range(20)
+        ]
+        for who in (PARENT, "device-0")
+    },
+    "presences are lost": [
+        Fault(MUTE, 0.0, 5.0, detail="state"),
+        *(Fault(KILL, 0.0, 0.0, who, inf) for who in ("device-0", PARENT)),
+    ],
+    # it reports nothing of its successor
+    **{
+        f"the broker has the end of a dead child: {state}": [
+            Fault(REMAINS, 0.0, 0.0, "device-0", detail=state),
+            Fault(BROKER, 0.0, 1.0),
+        ]
+        for state in FINAL
+    },
+}
+
+
+@pytest.mark.parametrize("name", OVERCOME)
+def test_a_round_completes_whatever_happens(name: str) -> None:
     lab = settled(2)
-    lab.open()
-    lab.hit(*(Fault(KILL, 0.37 * number, 0.0, who, 3.0) for number in range(20)))
-    lab.finish()
+    lab.hit(*OVERCOME[name])
+    lab.rest(0.0)
+    lab.complete()
     lab.check()
 
 
@@ -141,7 +164,7 @@ def test_a_second_process_of_a_living_name_ends() -> None:
 # The end of a child
 
 
-MUTE, END, STRANGER = FaultKind.MUTE, FaultKind.TERMINATE, FaultKind.STRANGER
+END, STRANGER = FaultKind.TERMINATE, FaultKind.STRANGER
 PARENT_IS_GONE = Fault(KILL, 0.0, inf, PARENT, inf)
 OVER = {state: RunEnded(state, "it is over") for state in (NodeState.FINISHED, NodeState.FAILED)}
 # what happens, when a child's end comes, and what it is
@@ -164,7 +187,7 @@ ENDS: Final[Mapping[str, tuple[list[Fault], float, list[object]]]] = {
     ),
     "an old end was disproved": (
         [
-            Fault(FaultKind.REMAINS, 0.0, 0.0, PARENT, detail="finished"),
+            Fault(REMAINS, 0.0, 0.0, PARENT, detail="finished"),
             Fault(CUT, 0.0, 0.0, "device-0", inf),
             replace(PARENT_IS_GONE, at_s=10.0),
             Fault(BROKER, 10.0, 0.1, detail="empty"),

@@ -38,7 +38,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.peer_link import SILENT_MOST_S
-from fedstrata.common.protocol.presence import ASK_MOST_S, FINAL, PROOF_EVERY_S, Proof
+from fedstrata.common.protocol.presence import ASK_MOST_S, PROOF_EVERY_S, Proof
 from tests.helpers.coordinators import quorum_of
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_lab import (
@@ -133,16 +133,6 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
 
 FOUND_S = QUIET_S + ASK_MOST_S + 1.0
 STATE = "device-0/state"
-
-
-def test_a_lost_presence_leaves_nobody_deaf() -> None:
-    lab = settled(3)
-    lab.hit(
-        Fault(FaultKind.MUTE, 0.0, 5.0, detail="state"),
-        *(Fault(FaultKind.KILL, 0.0, 0.0, name, inf) for name in ("device-0", PARENT)),
-    )
-    lab.complete()
-    lab.check()
 
 
 def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -> None:
@@ -258,17 +248,6 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
     assert lab.kinds["Task"] == 1  # none for the dead
     lab.start()
     lab.finish()
-
-
-@pytest.mark.parametrize("state", FINAL)
-def test_a_retained_end_of_a_dead_child_reports_nothing_of_its_successor(state: NodeState) -> None:
-    lab = settled(1)
-    lab.hit(
-        Fault(FaultKind.REMAINS, 0.0, 0.0, "device-0", detail=state),
-        Fault(FaultKind.BROKER, 0.0, 1.0),
-    )
-    lab.rest(0.0)
-    lab.complete()
 
 
 def test_a_stranger_that_takes_the_name_of_a_child_hides_no_end_from_its_parent() -> None:

@@ -46,7 +46,7 @@ from fedstrata.common.runtime.world import World, new_session
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
-from tests.helpers.sites import PATIENCE_S, Site, forever, until
+from tests.helpers.sites import PATIENCE_S, RealSite, Site, forever, until
 
 LAB: Final = "lab"
 RUN: Final = "run-1"
@@ -105,6 +105,7 @@ def parent_of(
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
     observed: list[Facts] | None = None,
+    identity: Identity | None = None,
 ) -> ParentEndpoint:
     """Return a parent that is ready."""
     seen = [] if observed is None else observed
@@ -112,7 +113,7 @@ def parent_of(
     def build(world: World) -> ParentEndpoint:
         return ParentEndpoint(
             site.address,
-            Identity(run, name, "institution", new_session(world)),
+            identity or Identity(run, name, "institution", new_session(world)),
             ToChildren(
                 links=links or dict.fromkeys(children, link or LinkSettings()),
                 transfer=transfer or TransferSettings(),
@@ -151,13 +152,14 @@ def child_of(
     spool: Spool | None = None,
     frozen: FrozenForm | None = None,
     ready: bool = True,
+    identity: Identity | None = None,
 ) -> ChildEndpoint:
     """Return a child, `ready` or preparing."""
 
     def build(world: World) -> ChildEndpoint:
         return ChildEndpoint(
             site.address,
-            Identity(RUN, name, "device", new_session(world)),
+            identity or Identity(RUN, name, "device", new_session(world)),
             ToParent(
                 parent=parent,
                 transfer=transfer or TransferSettings(),
@@ -199,8 +201,12 @@ def serving(
     layout: ModelLayout,
     place: int,
     before: Callable[[], Awaitable[object]] = nothing,
+    *,
+    last: float | None = None,
 ) -> asyncio.Task[Any]:
-    """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
+    """Let a child serve: it waits for `before`, then adds 1 + place to each number; the last one is
+    another, if that is given.
+    """
     out = layout.empty()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
@@ -208,6 +214,8 @@ def serving(
         report(Phase.TRAINING, 0, 1)
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
+        if last is not None:
+            layout.floats(out)[-1] = last
         blob = child.models.sent.encode(layout, out, reference=row)
         return WorkResult(blob, Work(1 + place, 0.5, task.epochs, 1, 0.0, 0.0))
 
@@ -227,15 +235,7 @@ def ending_with(
     site: Site, child: ChildEndpoint, layout: ModelLayout, value: float
 ) -> asyncio.Task[Any]:
     """Let a child serve a model whose last entry is `value`."""
-    out = layout.empty()
-
-    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-        out[:] = await model.whole()
-        layout.floats(out)[-1] = value
-        blob = child.models.sent.encode(layout, out, reference=model.row)
-        return WorkResult(blob, Work(1, 0.5, task.epochs, 1, 0.0, 0.0))
-
-    return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
+    return serving(site, child, layout, 0, last=value)
 
 
 class Middle:
@@ -247,29 +247,16 @@ class Middle:
         self, site: Site, layout: ModelLayout, *, children: Sequence[str], codecs: Codecs = PLAIN
     ) -> None:
         def build(world: World) -> tuple[ChildEndpoint, ParentEndpoint]:
+            inside = RealSite(site.address, world)
             identity = Identity(RUN, PARENT, "institution", new_session(world))
-            links = dict.fromkeys(children, LinkSettings())
-            up = ChildEndpoint(
-                site.address,
-                identity,
-                ToParent(parent="cloud", transfer=TransferSettings(), link=LinkSettings()),
-                codecs=codecs,
-                world=world,
+            how: dict[str, Any] = {"codecs": codecs, "identity": identity}
+            return (
+                child_of(inside, PARENT, parent="cloud", **how),
+                parent_of(inside, children, layout=layout, **how),
             )
-            down = ParentEndpoint(
-                site.address,
-                identity,
-                ToChildren(links=links, transfer=TransferSettings()),
-                codecs=codecs,
-                world=world,
-            )
-            return up, down
 
         self._site, self._layout = site, layout
         self.up, self.down = site.make(PARENT, build)
-        self.down.set_layouts(LinkLayouts.plain(layout))
-        for endpoint in (self.up, self.down):
-            endpoint.set_state(NodeState.READY)
 
     def live(self) -> asyncio.Task[Any]:
         """Connect both endpoints, and answer each task with the first child's model."""

@@ -41,14 +41,14 @@ class Site(Protocol):
 
 
 class RealSite:
-    """A broker at an address; all nodes are in this process."""
+    """A broker at an address; all nodes are in one process, this one or another world's."""
 
-    def __init__(self, address: BrokerAddress) -> None:
-        self.address = address
+    def __init__(self, address: BrokerAddress, world: World = REAL) -> None:
+        self.address, self.world = address, world
 
     def make(self, name: str, build: Callable[[World], _T]) -> _T:
         """Return what `build` makes."""
-        return build(REAL)
+        return build(self.world)
 
     def start(self, endpoint: Endpoint, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine."""
