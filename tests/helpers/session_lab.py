@@ -425,12 +425,12 @@ def parent_session(
     transfer: TransferSettings = CHUNKED,
     shaped: bool = True,
     limits: Mapping[str, ChildLimits] | None = None,
-    first_number: int = 0,
+    now: float = 0.0,
 ) -> ParentSession:
     """Return the session of a parent, whose children have equal links."""
     links = dict.fromkeys(children, link)
     settings = ToChildren(links=links, transfer=transfer, shaped=shaped, limits=limits or {})
-    return ParentSession(identity, settings, meter=NoMeter(), first_number=first_number)
+    return ParentSession(identity, settings, meter=NoMeter(), first_number=int(1e3 * now))
 
 
 def child_session(
@@ -443,8 +443,8 @@ def child_session(
 ) -> ChildSession:
     """Return the session of a child; `above`: fields of `ToParent`."""
     settings = ToParent(link=link, shaped=shaped, **above)
-    number = int(1e3 * now)
-    return ChildSession(identity, settings, meter=NoMeter(), first_number=number, now=now)
+    first = int(1e3 * now)
+    return ChildSession(identity, settings, meter=NoMeter(), first_number=first, now=now)
 
 
 class Lab(VirtualLine):
@@ -465,8 +465,8 @@ class Lab(VirtualLine):
         super().__init__(seed=seed, **line)
         self.random = random.Random(seed)
         self.broker = SessionBroker(self)
-        self.names, self.train_s, self.transfer = list(names), train_s, transfer
-        self.limits, self.client = limits, link
+        self.names, self.train_s, self.limits = list(names), train_s, limits
+        self.both: dict[str, Any] = {"link": link, "transfer": transfer}  # of each side
         self.bad: set[str] = set()
         self.messages: Counter[tuple[str, str, int]] = Counter()
         self.kinds: Counter[str] = Counter()
@@ -511,12 +511,7 @@ class Lab(VirtualLine):
         session that it knows.
         """
         session = child_session(
-            self.identity(name, "device"),
-            parent=PARENT,
-            session=parent,
-            link=self.client,
-            transfer=self.transfer,
-            now=self.now,
+            self.identity(name, "device"), parent=PARENT, session=parent, now=self.now, **self.both
         )
         child = self.children[name] = ChildNode(self, session, train_s=self.train_s)
         self.processes.append(child)
@@ -529,10 +524,9 @@ class Lab(VirtualLine):
         session = parent_session(
             self.names,
             identity=self.identity(PARENT, "cloud", ledger=RUN),
-            link=self.client,
-            transfer=self.transfer,
             limits=self.limits,
-            first_number=int(1e3 * self.now),
+            now=self.now,
+            **self.both,
         )
         session.set_form(FORM)
         self.parent = ParentNode(self, session)
