@@ -153,6 +153,8 @@ def test_places_are_given_back(tree: dict[str, Any], parent: str) -> None:
     end.
     """
 
+    read: set[str] = set()
+
     async def visits(lab: ScenarioLab) -> None:
         await asyncio.sleep(3.0)
         for name in (*GUESTS, GUESTS[0]):
@@ -161,9 +163,16 @@ def test_places_are_given_back(tree: dict[str, Any], parent: str) -> None:
             lab.kill(name)
             await asyncio.sleep(3.0)
         lab.start("device-99", parent=parent)
+        await asyncio.sleep(1.0)
+        for broker in lab.network.brokers.values():
+            for session in broker.sessions.values():
+                read.update(session.filters)
 
     outcome, _, tables = played(tree | {"rounds": 90}, visits, time_limit_s=900)
     assert not outcome.ended["cloud"], outcome.result
+    # nobody reads the topics of one whose place was given back
+    assert any("/device-99" in each for each in read)
+    assert not any(f"/{GUESTS[1]}" in each for each in read)
     worked: dict[str, int] = {}
     for row in tables["devices"]:
         name = row["node"].rpartition("/")[2]
