@@ -201,7 +201,7 @@ class Monitor:
                 self.evidence.weighed.append(wrong)
 
     def _note_samples(self, topic: topics.Topic, content: Message) -> None:
-        """Note what a node says that it has prepared, on its topic or in an answer."""
+        """Note the samples that a node reports, on its topic or in an answer."""
         found: tuple[str, Presence] | None = None
         if isinstance(topic, topics.StateTopic) and isinstance(content, Presence):
             found = topic.node, content
