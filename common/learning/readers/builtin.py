@@ -97,11 +97,13 @@ def make_synthetic(data: Data) -> Parts:
     """
     shape = tuple(data.image_shape)
     classes = data.classes if isinstance(data.classes, int) else 0
-    images = data.samples + data.test_samples + classes
+    counts = {"samples": data.samples, "test_samples": data.test_samples, "classes": classes}
+    images = sum(counts.values())
     if (size := images * prod(shape)) > MOST_BYTES:
+        most = max(counts, key=lambda name: counts[name])
         problem = f"{images} images and patterns of {list(shape)} take {size / 1e9:.0f} GB"
         raise InvalidExperiment(
-            "data.samples", data.samples, problem, "Use fewer or smaller images."
+            f"data.{most}", counts[most], problem, "Use fewer or smaller images."
         )
     patterns = generator(0, Purpose.PARTITION, "synthetic").integers(
         0, 128, (classes, *shape), np.uint8
