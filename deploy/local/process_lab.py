@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.common.errors import UNEXPECTED, InvalidExperiment, RunFailed
+from fedstrata.common.errors import UNEXPECTED, InvalidExperiment, ParentGaveUp, RunFailed
 from fedstrata.common.experiment.reading import to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import failure
@@ -39,6 +39,8 @@ ROLE: Final = tuple(python("fedstrata"))  # the command of a role's process
 FAREWELL_S: Final = 20.0
 # time in which the cloud may end too; its error is reported first, as it names the cause
 REASON_S: Final = 5.0
+# and where a role ended because another one did: that one may be slow to end, on a busy machine
+OTHERS_REASON_S: Final = 30.0
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
 # of each role; one that is killed again and again, say for lack of memory, stays away
@@ -244,7 +246,8 @@ class LocalLab:
                     level=logging.WARNING,
                 )
                 continue
-            deadline = time.monotonic() + REASON_S
+            reason_s = OTHERS_REASON_S if code == ParentGaveUp.exit_code else REASON_S
+            deadline = time.monotonic() + reason_s
             while self._roles[CLOUD].poll() is None:
                 if time.monotonic() >= deadline:
                     return role
