@@ -290,6 +290,15 @@ def test_a_presence_is_published_on_each_connection_once() -> None:
     assert presence.state is NodeState.FINISHED and presence.ledger == "my-session"
 
 
+@pytest.mark.parametrize("end", FINAL)
+def test_an_end_is_the_last_word(end: NodeState) -> None:
+    """A device that is stopped while it prepares may be ready before its work has ended."""
+    own = published_own()
+    own.publish(end)
+    own.publish(NodeState.READY)
+    assert own.states() == [end] and own.presence.state is end
+
+
 def test_the_will_of_our_own_broken_connection_is_corrected() -> None:
     own = published_own()
     own.take(NodeState.LOST, session="my-session")

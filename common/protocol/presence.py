@@ -119,7 +119,11 @@ class OwnPresence:
         self.taken = ""
 
     def set_state(self, state: NodeState, **facts: Unpack[StateFacts]) -> None:
-        """Publish this node's state."""
+        """Publish this node's state. An end is final: work that is being stopped may go on for a
+        while.
+        """
+        if state in LIVING and self.presence.state in FINAL:
+            return
         known: StateFacts = {**NO_FACTS, **facts}
         known["reason"] = short(known["reason"])
         self.presence = replace(self.presence, state=state, **known)
