@@ -214,7 +214,7 @@ async def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
     with mosquitto(tmp_path, {"max_queued_messages": 10}) as served:
         await race(
             served,
-            layout_of(20_000_000),
+            layout_of(40_000_000),
             fast={"fast": lambda: None},
             slow=["slow"],
             per_chunk=partial(time.sleep, 0.06),
