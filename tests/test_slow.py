@@ -29,6 +29,7 @@ from fedstrata.common.runtime.round import ClosedRound, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
+from tests.bench.running import peak_bytes
 from tests.helpers.nodes import FINE, child_of, drawn, layout_of, living, parent_of, play
 from tests.helpers.sites import PATIENCE_S, RealSite, in_real_time
 
@@ -228,14 +229,6 @@ async def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
         ]
 
 
-def peak_bytes(served: BrokerProcess) -> int:
-    """Return the most memory that the broker has had resident."""
-    status = Path(f"/proc/{served.process.pid}/status").read_text()
-    return 1024 * next(
-        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
-    )
-
-
 @in_real_time
 async def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Path) -> None:
     nbytes, transfer = 14_000_000, TransferSettings(chunk_bytes=500_000)
@@ -249,7 +242,7 @@ async def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_pat
 
     fast = {name: partial(fast_has_it, name) for name in sorted(left)}
     with mosquitto(tmp_path) as served:
-        idle_bytes = peak_bytes(served)  # with the libraries that it maps
+        idle_bytes = peak_bytes(served.process.pid)  # with the libraries that it maps
         sender = await race(
             served,
             layout_of(nbytes),
@@ -259,4 +252,4 @@ async def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_pat
             transfer=transfer,
         )
         assert sender.streams == {topics.ALL: nbytes // 500_000}
-        assert peak_bytes(served) - idle_bytes <= 100e6 + len(slow) * nbytes
+        assert peak_bytes(served.process.pid) - idle_bytes <= 100e6 + len(slow) * nbytes
