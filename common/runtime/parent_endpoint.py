@@ -275,12 +275,14 @@ class ParentEndpoint(Endpoint):
             )
             self.wake()
 
-    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+    async def absent(
+        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+    ) -> Collection[str]:
         """Return the children that are not ready, once as many are as a round needs; none if it
         waits for each.
 
         Raises NoProgress if these are not ready within `idle_s`, without the time in which devices
-        that the round needs are away by their traces.
+        that the round needs are away by their traces: then `on_progress` is called.
         """
         if self._minimum(()) is None:
             return ()
@@ -295,6 +297,8 @@ class ParentEndpoint(Endpoint):
                 return True
             if ready + len(self.session.coordinator.returning(now)) >= least:
                 begun = now
+                self.session.moves += 1  # as where an open round waits for them
+                on_progress()
             elif now >= begun + self.transfer.idle_s:
                 few = f"{ready} of at least {least} children were ready"
                 raise NoProgress(f"{few} for {self.transfer.idle_s:g} s: {found.text}")

@@ -220,10 +220,12 @@ class Children(Protocol):
         of this node.
         """
 
-    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+    async def absent(
+        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+    ) -> Collection[str]:
         """Return the children that cannot take part in a round, once those that the tier needs can.
 
-        None are absent if the tier waits for each child. Raises NoProgress.
+        None are absent if the tier waits for each child. See `ParentEndpoint.absent`.
         """
 
     async def round(
@@ -258,7 +260,7 @@ async def run_round(
     tried = set[str]()
     lost = set[str]()
     while True:
-        absent = lost.union(await down.absent(*key))
+        absent = lost.union(await down.absent(*key, on_progress=on_progress))
         # Children may enter until they are selected. Those that have left again count for nothing.
         counted = [name for name in down.peers if name in down.named or name not in absent]
         empty = [name for name in counted if down.samples.get(name) == 0]

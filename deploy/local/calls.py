@@ -173,7 +173,9 @@ class Calls:
     def give_back_places(self) -> None:
         """Do nothing: no child enters."""
 
-    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+    async def absent(
+        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+    ) -> Collection[str]:
         """Return the children that were absent in a recorded round."""
         if self._recorded:
             return self._recorded(global_round, local_round).absent
