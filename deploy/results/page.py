@@ -26,6 +26,7 @@ from fedstrata.deploy.results import (
     phases,
     run_tables,
     traffic_tables,
+    waiting,
     whole,
 )
 from fedstrata.deploy.results.figures import TEMPLATES, Figure
@@ -226,6 +227,10 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         begin("Adversaries", attacks.TEXT)
         page.add("curves", attacks.figures(run))
         page.add_table(attacks.table(run), folded=True)
+    if lanes := waiting.lanes(run):
+        begin("Waiting", waiting.TEXT)
+        page.add("figures", [lanes])
+        page.add_table(waiting.links(run), folded=True)
     if changed := maps.changes(run):
         begin("Changes over time", maps.CHANGES)
         page.add("curves", [changed])
@@ -253,8 +258,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
     begin("Events")
     events, omitted = run_tables.events(run)
     page.add_table(events, folded=len(events.rows) > FOLD)
-    if omitted:
-        page.add("soft", f"{omitted} earlier events are in events.jsonl.")
+    page.add("soft", omitted and f"{omitted} earlier events are in events.jsonl.")
     begin("The run")
     page.add("facts", [(name, [("", value)]) for name, value in run_tables.facts(run)])
     page.add("folded", ("experiment.toml", run.text))
