@@ -25,12 +25,12 @@ from fedstrata.common.errors import (
     first_error,
 )
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import LIVING, Failure, NodeState, Presence
+from fedstrata.common.protocol.messages import LIVING, About, Alive, Failure, NodeState, Presence
 from fedstrata.common.protocol.presence import TimeZero
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Moved, activity
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient
+from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient, Reply
 from fedstrata.common.runtime.world import Host, within
 from fedstrata.common.settings.devices import Move, Moves, OnlineTimes
 from fedstrata.common.text import short
@@ -39,6 +39,7 @@ LAST_STATE_S: Final = 2.0
 STAYS: Final = Moves(())
 # within which the owner of a name answers a second process, over a slow link too
 NAMESAKE_S: Final = 5.0
+ASK_S: Final = 0.5  # between two questions to a parent whose end was seen
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -277,21 +278,50 @@ class _ParentState:
         self.ended = self.moved = False
         self.failure: ParentGaveUp | None = None
         self.changed = asyncio.Event()
+        self._living = asyncio.Event()  # since the last end that was seen
         self._zero = TimeZero()
         self._run = run
         self._parent = parent
         self._loop = asyncio.get_running_loop()
-        state = topics.state(host.lab, "+", parent)
-        on = LabCallbacks(received=self._received)
-        self.client = LabClient(host.broker, f"{name}-away", reads=[state], on=on, world=host.world)
+        lab = host.lab
+        reads = [topics.state(lab, "+", parent), topics.inbox(lab, run, name, parent)]
+        on = LabCallbacks(received=self._received, answered=self._answered)
+        self.client = LabClient(
+            host.broker, f"{name}-away", lab=lab, node=name, reads=reads, on=on, world=host.world
+        )
 
     async def over(self) -> bool:
-        """Return whether the run has ended: a living parent publishes its state again if another
-        has sent this one.
+        """Return whether the run has ended: a living parent says so if another has sent this
+        state.
         """
         if self.ended:
-            await asyncio.sleep(NAMESAKE_S)
+            asking = self.client.ask(
+                self._parent, About.PRESENCE, run=self._run, until=self._living, every_s=ASK_S
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NAMESAKE_S):
+                    await asking
         return self.ended
+
+    def _answered(self, reply: Reply) -> None:
+        if reply.run == self._run and isinstance(reply.message, Alive):
+            self._note(reply.message.presence, living=True)
+            self.changed.set()
+
+    def _note(self, presence: Presence, *, living: bool) -> None:
+        """Note the parent's state; `living`: a process of it has just sent this, not the broker."""
+        if presence.state in LIVING and living:
+            self.ended = False
+            self.failure = None
+            self._living.set()
+        elif presence.state in (NodeState.FINISHED, NodeState.FAILED):
+            self._end()
+        if presence.state is NodeState.FAILED:
+            self.failure = ParentGaveUp(f"{self._parent} gave up: {short(presence.reason)}")
+
+    def _end(self) -> None:
+        self.ended = True
+        self._living.clear()
 
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         session, message = serialization.decode(body) if body else ("", None)
@@ -301,14 +331,9 @@ class _ParentState:
             living = isinstance(message, Presence) and message.state in LIVING
             self.moved = self.moved or (living and not retained)
         elif message is None:
-            self.ended = True
+            self._end()
         elif isinstance(message, Presence):
-            if message.state in LIVING and not retained:
-                self.ended = False
-                self.failure = None
-            self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
-            if message.state is NodeState.FAILED:
-                self.failure = ParentGaveUp(f"{self._parent} gave up: {short(message.reason)}")
+            self._note(message, living=not retained)
             if not retained:
                 now = self._loop.time()
                 self._zero.note(message.elapsed_s, session, now, published=True)
