@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from types import NoneType
-from typing import Any, Final, NoReturn, Self, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, NoReturn, Self, get_args, get_origin, get_type_hints
 
 import psutil
 
@@ -238,6 +238,22 @@ def processes(root: int, roles: Mapping[str, str]) -> Iterator[tuple[psutil.Proc
         with suppress(psutil.Error):  # it has ended
             words = [Path(word).name.rpartition(".")[2] for word in process.cmdline()]
             yield process, next((roles[word] for word in words if word in roles), "")
+
+
+class Costs(NamedTuple):
+    """What a process and those below it have."""
+
+    memory: int  # resident bytes; what two of them share counts twice
+    files: int  # open ones
+    written: int  # bytes to disks, by those that are there
+
+
+def costs(process: psutil.Process) -> Costs:
+    """Return the costs of a process and those below it."""
+    each = [process, *process.children(recursive=True)]
+    memory = sum(one.memory_info().rss for one in each)
+    files = sum(one.num_fds() for one in each)
+    return Costs(memory, files, sum(one.io_counters().write_bytes for one in each))
 
 
 def peak_bytes(process: int | str = "self") -> int:

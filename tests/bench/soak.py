@@ -31,7 +31,7 @@ from tests.bench.matrix import (
     VICTIMS,
     Lab,
 )
-from tests.bench.running import MB, Clock, Table, folder, run
+from tests.bench.running import MB, Clock, Table, costs, folder, run
 
 EVALUATOR: Final = "evaluator"
 WITNESSES: Final = ("institution-1", "others")
@@ -104,12 +104,10 @@ class StayingLab(Lab):
                     return each
         return None
 
-    def costs(self, name: str) -> tuple[float, int]:
-        """Return the memory of a process and its workers, MB, and its open files."""
-        process = psutil.Process(self.processes[name].pid)
-        whole = [process, *process.children(recursive=True)]
-        memory = sum(each.memory_info().rss for each in whole)
-        return memory / MB, sum(each.num_fds() for each in whole)
+    def costs(self, name: str) -> str:
+        """Return the memory of a process and its workers, MB, and its open files, for the table."""
+        found = costs(psutil.Process(self.processes[name].pid))
+        return f"{found.memory / MB:.0f}, {found.files}"
 
 
 def main(*, minutes: float = 10.0, seed: int = 1) -> bool:
@@ -127,8 +125,8 @@ def main(*, minutes: float = 10.0, seed: int = 1) -> bool:
         clock = Clock()
         while (now := clock.now_s / 60) < minutes:
             same.append(lab.run(draw, signals, disturbed=True) == expected)
-            costs = [f"{memory:.0f}, {files}" for memory, files in map(lab.costs, WITNESSES)]
-            table.add(f"{now:.1f}", lab.done, signals.total(), same[-1], *costs)
+            cells = map(lab.costs, WITNESSES)
+            table.add(f"{now:.1f}", lab.done, signals.total(), same[-1], *cells)
     print(", ".join(f"{count} {what}" for what, count in sorted(signals.items())))
     print(f"{sum(same)} of {len(same)} runs with the model of the undisturbed one, bit for bit")
     return not all(same)
