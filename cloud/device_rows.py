@@ -71,7 +71,7 @@ class DeviceRows:
         if attackers := self._experiment.attackers:
             parent = report.parent or self._experiment.tree.parent(report.name)
             refused = sum(report.name in refused_in(plan) for plan in plans.get(parent, ()))
-            cells = (report.name in attackers.at, report.rounds - refused, refused)
+            cells = (attackers.lies(report.name), report.rounds - refused, refused)
             trained["more"] |= zip(AGAINST, map(float, cells), strict=True)
         return DeviceRecord(
             global_round=global_round,

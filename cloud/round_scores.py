@@ -308,7 +308,7 @@ class RoundScores:
         for each in reports:
             if each.work.tests is not None and each.work.tests.received is not None:
                 everybody.append(each.work.tests.received)
-                if each.name not in self._experiment.attackers.at:
+                if not self._experiment.attackers.lies(each.name):
                     honest.append(each.work.tests.received)
         self._folder.score_devices(global_round, reports)
         kind = next(iter(self._columns))

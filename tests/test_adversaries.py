@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import erf, sqrt
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ from fedstrata import Run, load
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.methods.adversary import Adversaries, Adversary, NearAdversaries
-from fedstrata.common.methods.attack import ATTACKS, AttackedUpload, LabelledSamples
+from fedstrata.common.methods.attack import ATTACKS, Attack, AttackedUpload, LabelledSamples
 from fedstrata.common.methods.rule import Rule
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.deploy.planning.workload import with_tiers
@@ -43,6 +43,7 @@ EVERYWHERE: Final[list[dict[str, Any]]] = [
     {"attack": "label_flip", "share": 0.3, "from_round": 2},
     {"attack": {"name": "sign_flip"}, "nodes": ["institution-1"], "probability": 0.5},
     {"attack": {"name": "equivocation", "std": 0.01}, "nodes": ["institution-0"]},
+    {"attack": {"name": "equivocation", "std": 0.01}, "links": ["device-3"]},
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -198,6 +199,62 @@ def test_a_parent_replaces_the_uploads_of_colluders_before_its_rule(
     np.testing.assert_allclose(mean, (honest.sum(0) + 2 * wanted) / 5, rtol=1e-6, atol=1e-6)
 
 
+def near(attack: Mapping[str, Any], **keys: Any) -> NearAdversaries:
+    """Return the adversaries of one table near a parent."""
+    settings = Adversaries(attack=attack, **keys)  # type: ignore[arg-type]
+    names = settings.nodes or settings.links
+    return NearAdversaries(None, {name: Adversary(name, settings, 1, 1) for name in names}, 1)
+
+
+def test_a_link_changes_the_model_of_its_child_alone() -> None:
+    equivocation = near({"name": "equivocation", "std": 0.5}, links=["c1", "c2"])
+    children = ["c0", "c1", "c2", "c3"]
+    rule = rule_of({"name": "fedavg"}, adversaries=equivocation, start=1.0)
+    plain = rule_of({"name": "fedavg"}, start=1.0)
+    honest, first, second = rule.dispatch(0, children)
+    assert [each[1] for each in (honest, first, second)] == [["c0", "c3"], ["c1"], ["c2"]], (
+        "one stream for those whose model is the rule's"
+    )
+    ((wanted, _),) = plain.dispatch(0, children)
+    np.testing.assert_array_equal(honest[0], wanted)
+    for (row, _), child in ((first, "c1"), (second, "c2")):
+        floats = LAYOUT.floats(row)
+        lie = equivocation.children[child].dispatched(0, child, LAYOUT.floats(wanted)[:D])
+        np.testing.assert_array_equal(floats[:D], lie)
+        np.testing.assert_array_equal(floats[D:], LAYOUT.floats(wanted)[D:], "only parameters")
+    assert rule.reads_start and not rule_of({"name": "fedavg"}).reads_start
+
+
+class Both(Attack):
+    """An attack of both directions."""
+
+    def upload(self, now: AttackedUpload) -> Floats:
+        return now.received_D - 1
+
+    def dispatch(self, model_D: Floats, chance: np.random.Generator) -> Floats:
+        return model_D + 2
+
+
+@pytest.mark.parametrize(("place", "sent"), [("links", 3.0), ("nodes", 1.0)])
+def test_a_colluder_changes_what_it_sends_and_a_link_also_what_it_gets(
+    place: str, sent: float
+) -> None:
+    lies = near({"name": f"{__name__}:Both"}, **{place: ["c1"]}, knows="siblings")
+    rule = rule_of({"name": "fedavg", "weights": "uniform"}, adversaries=lies, start=1.0)
+    received = {child: row for row, those in rule.dispatch(0, ["c0", "c1"]) for child in those}
+    assert LAYOUT.floats(received["c1"])[0] == sent and LAYOUT.floats(received["c0"])[0] == 1.0
+
+
+def test_a_link_changes_an_upload_on_its_own() -> None:
+    """On it nobody knows the uploads of others, nor how many there are."""
+    models_KD = np.random.default_rng(2).normal(size=(3, D)).astype(np.float32)
+    weights = {"name": "fedavg", "weights": "uniform"}
+    flipped = near({"name": "sign_flip", "factor": 2.0}, links=["c1"])
+    mean = aggregated_mean(rule_of(weights, adversaries=flipped), models_KD)
+    sent = models_KD * np.array([[1.0], [-2.0], [1.0]])
+    np.testing.assert_allclose(mean, sent.sum(0) / 3, rtol=1e-5, atol=1e-6)
+
+
 def aggregated_mean(rule: Rule, models_KD: Floats) -> Floats:
     rows_K = np.zeros((len(models_KD), LAYOUT.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:, :D] = models_KD
@@ -301,6 +358,31 @@ def test_lies_change_the_models_and_a_resumed_run_repeats_them(tmp_path: Path) -
         run_direct(tmp_path / str(left), tree | {"adversaries": [EVERYWHERE[left]], "rounds": 2})
         found.append(model_digest(tmp_path / str(left)))
     assert len(set(found)) == len(found), "each of them does something"
+
+
+def test_a_link_is_its_honest_child_with_other_models(tmp_path: Path) -> None:
+    """What comes up is changed behind the codec, so without a lossy one the models are those of a
+    child that lies. Its scores are those of an honest one.
+    """
+    tree = LAB | {"rounds": 2, "evaluation": {"at": "both"}}
+    flip = {"attack": {"name": "sign_flip", "factor": 2.0}, "probability": 0.5}
+
+    names = ["device-1", "institution-1"]
+    feedback = {"transfer": {"lan": {"up": {"name": "topk", "share": 0.1, "feedback": True}}}}
+    digests = {}
+    honest = {}
+    for key in ("links", "nodes"):
+        lies = tree | {"adversaries": [flip | {key: names}]}
+        run = load(run_direct(tmp_path / key, lies))
+        run_direct(tmp_path / f"{key}-codec", lies | feedback)
+        digests[key] = model_digest(tmp_path / key), model_digest(tmp_path / f"{key}-codec")
+        liars = {each.device for each in run.devices if each.more["adversary"]}
+        honest[key] = liars, run.rounds[-1].further("honest_scored")
+        where = "on the links of " if key == "links" else ""
+        assert f": {where}device-1 and institution-1" in page_of(run)
+    assert honest == {"links": (set(), 6), "nodes": ({"device-1"}, 5)}
+    assert digests["links"][0] == digests["nodes"][0] != ""
+    assert digests["links"][1] != digests["nodes"][1]
 
 
 def test_claimed_samples_are_weights_and_those_that_nobody_has_are_refused(tmp_path: Path) -> None:
@@ -426,6 +508,8 @@ LYING: Final = [
         "nodes": ["institution-0"],
         "probability": 0.5,
     },
+    {"attack": {"name": "sign_flip"}, "links": ["institution-1"], "probability": 0.5},
+    {"attack": {"name": "equivocation", "std": 0.01}, "links": ["device-1"]},
 ]
 KILLED: Final = KilledLab(TREE | {"adversaries": LYING}, model_bytes=10_000)
 

@@ -1,4 +1,5 @@
-"""The adversaries of an experiment in its tree: which nodes, their parents, and what they can do.
+"""The adversaries of an experiment in its tree: which nodes or links, their parents, and what they
+can do.
 
 The tree is asked for only where there are adversaries: a plan may have more nodes than have names.
 """
@@ -48,7 +49,9 @@ class Attackers:
 
     @cached_property
     def at(self) -> Mapping[str, Adversary]:
-        """Each adversary by its name. Raises InvalidExperiment."""
+        """Each adversary by its name, or by that of the node whose link it is on. Raises
+        InvalidExperiment.
+        """
         if not self._tables:
             return {}
         tree = self._tree()
@@ -58,9 +61,13 @@ class Attackers:
             found[name] = Adversary(name, settings, self._seed, rounds)
         return found
 
+    def lies(self, node: str) -> bool:
+        """Return whether a node is an adversary itself."""
+        return node in self.at and not self.at[node].on_link
+
     def adversary(self, node: str) -> Adversary | None:
-        """Return the adversary that a node is, checked, None if it is honest. Raises
-        InvalidExperiment.
+        """Return the adversary that a node is, or that is on its link, checked; None without one.
+        Raises InvalidExperiment.
         """
         found = self.at.get(node)
         if found is not None:
@@ -77,7 +84,14 @@ class Attackers:
         for name in tree.children[parent]:
             if name in self.at and self.at[name].hosted:
                 self._check(self.at[name])
-        return NearAdversaries(self.at.get(parent), self.at, self._tiers[tree.depth(parent)].rounds)
+        # a device that has moved here has another link
+        children = {
+            name: each
+            for name, each in self.at.items()
+            if not each.on_link or tree.parent(name) == parent
+        }
+        node = self.at[parent] if self.lies(parent) else None
+        return NearAdversaries(node, children, self._tiers[tree.depth(parent)].rounds)
 
     @cached_property
     def targeted(self) -> Mapping[str, Adversary]:

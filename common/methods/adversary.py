@@ -1,4 +1,5 @@
-"""Who attacks: the tables `[[adversaries]]`, and what one of them does at a node in a round.
+"""Who attacks: the tables `[[adversaries]]`, and what one of them does at a node, or on its link,
+in a round.
 
 Whether a node attacks in a round depends on the seed, its name and the round alone, and so does
 every random number.
@@ -45,11 +46,14 @@ PARENTS: Final = ("dispatch",)  # and an institution alone
 
 class Adversaries(SettingsTable):
     """Nodes that attack, and how: those of `nodes`, or all devices `below` a node, or a share of
-    these or of all.
+    these or of all. Or `links`, on which models of honest nodes are changed.
     """
 
     attack: AttackSettings  # what they do, one of the attacks below; a name stands for its table
     nodes: list[Name] = Field(default_factory=list)  # devices and institutions by name
+    # the links of these devices and institutions to their parents: a third party changes what
+    # passes there, and the nodes are honest
+    links: list[Name] = Field(default_factory=list)
     below: Name | None = None  # all devices below this institution
     # of all devices, or of those `below`: drawn by the seed, at least one
     share: Fraction | None = None
@@ -64,15 +68,17 @@ class Adversaries(SettingsTable):
     def placed(
         self, tree: Tree, *, seed: int, place: int, taken: Mapping[str, object]
     ) -> list[str]:
-        """Return the nodes; drawn ones are others than those `taken`. Raises InvalidExperiment."""
+        """Return the nodes, or those whose links these are; drawn ones are others than those
+        `taken`. Raises InvalidExperiment.
+        """
         check_table(KEY, self, self._refused())
-        key = "below" if self.below else "nodes"
-        for name in self.nodes or filter(None, [self.below]):
+        named = self.nodes or self.links
+        for name in named or filter(None, [self.below]):
             if name not in tree or name == CLOUD:
                 remedy = proposal(name, tree.nodes, what="There are")
-                refuse(key, name, "no institution or device has this name", remedy)
-        if self.nodes:
-            return self.nodes
+                refuse(self._given()[0], name, "no institution or device has this name", remedy)
+        if named:
+            return named
         devices = tree.devices
         if self.below is not None:
             inside = set(tree.below(self.below))
@@ -86,14 +92,23 @@ class Adversaries(SettingsTable):
         count = max(1, int(self.share * len(devices) + 1e-9))
         return sorted((free[i] for i in order[:count]), key=devices.index)
 
+    def _given(self) -> list[str]:
+        """Return the keys that name adversaries."""
+        return [key for key in ("nodes", "links", "below", "share") if getattr(self, key)]
+
     def _refused(self) -> Refused:
         """Yield why the keys name no adversaries, or name them twice."""
-        remedy = "Give nodes, or below, or share, or both of the latter."
-        others = [name for name in ("below", "share") if getattr(self, name)]
-        if self.nodes and others:
-            yield "nodes", f"{others[0]} is given, too", remedy
-        if not self.nodes and not others:
+        remedy = "Give nodes, or links, or below, or share, or both of the latter."
+        given = self._given()
+        if not given:
             yield "nodes", "names no adversary", remedy
+        elif len(given) > 1 and given != ["below", "share"]:
+            yield given[0], f"{given[1]} is given, too", remedy
+
+    @property
+    def hosted(self) -> bool:
+        """Whether a parent's process computes what its children, or their links, send."""
+        return self.knows != "itself" or bool(self.links)
 
     def check(self) -> None:
         """Check that the attack has what it needs. Raises InvalidExperiment."""
@@ -109,7 +124,8 @@ class Adversaries(SettingsTable):
             yield "knows", f"{attack.name} sends no upload of its own", 'Use "itself".'
 
     def check_node(self, *, device: bool, learns_classes: bool, buffers: bool) -> None:
-        """Check that a node can do it: a device, or an institution. Raises InvalidExperiment.
+        """Check that it can be done at a device, or an institution, or on its link. Raises
+        InvalidExperiment.
 
         `buffers`: its parent's rule has uploads of several rounds.
         """
@@ -117,15 +133,19 @@ class Adversaries(SettingsTable):
 
     def _refused_at(self, device: bool, learns_classes: bool, buffers: bool) -> Refused:
         does = self.attack.does
-        if buffers and self.knows != "itself":
+        if buffers and self.hosted and does("upload"):
             problem = "the parent's rule has uploads of several rounds at a time"
-            yield "knows", problem, 'Use "itself", or another rule.'
-        if any(map(does, PARENTS)) and device:
+            if self.links:
+                yield "links", problem, "Use another rule, or nodes in place of links."
+            else:
+                yield "knows", problem, 'Use "itself", or another rule.'
+        if any(map(does, DATA)) and self.links:
+            yield "attack.name", "no samples pass a link", "Name devices in nodes."
+        if any(map(does, PARENTS)) and device and not self.links:
             problem = "only an institution sends models to others"
-            yield "attack.name", problem, "Name institutions in nodes."
+            yield "attack.name", problem, "Name institutions in nodes, or the device in links."
         if any(map(does, DEVICES)) and not device:
-            remedy = "Name devices in nodes, or use below."
-            yield "attack.name", "only a device can do that", remedy
+            yield "attack.name", "only a device can do that", "Name devices, or use below."
         if any(map(does, DATA)) and not learns_classes:
             none = "training.trainer or data.targets has none of fedstrata's"
             yield "attack.name", f"it changes labels, and {none}", "Use an attack on uploads."
@@ -133,7 +153,9 @@ class Adversaries(SettingsTable):
 
 @dataclass(frozen=True, slots=True)
 class Adversary:
-    """An adversary at its node, by the table `settings`. `rounds`: of it in each global round."""
+    """An adversary at its node, or on the link from it to its parent, by the table `settings`.
+    `rounds`: of the node in each global round.
+    """
 
     node: str
     settings: Adversaries
@@ -146,9 +168,14 @@ class Adversary:
         return self.settings.attack.resolved
 
     @property
+    def on_link(self) -> bool:
+        """Whether it is on the node's link, and the node is honest."""
+        return bool(self.settings.links)
+
+    @property
     def hosted(self) -> bool:
-        """Whether its parent's process computes what it sends."""
-        return self.settings.knows != "itself"
+        """Whether the parent's process computes what is sent."""
+        return self.settings.hosted
 
     def acts(self, number: int) -> bool:
         """Return whether it attacks in its local round of this number, over the whole run from
@@ -227,7 +254,8 @@ class Adversary:
             problem = f"returns {list(found.shape)} numbers for {count} columns"
             self._refuse(problem, "Return one number for each column.")
         if self.hosted and not np.isfinite(found).all():
-            self._refuse("computes numbers that are not finite", "Look for a division by zero.")
+            remedy = "Look for a division by zero, or an overflow."
+            self._refuse("computes numbers that are not finite", remedy)
         return found
 
     def _refuse(self, problem: str, remedy: str) -> Never:
@@ -259,8 +287,8 @@ class Adversary:
 
 @dataclass(frozen=True, slots=True)
 class NearAdversaries:
-    """Those near a parent: itself, if it is one, and its children by name. `rounds`: of it in each
-    of its tasks.
+    """Those near a parent: itself, if it is one, and its children, or their links, by name.
+    `rounds`: of it in each of its tasks.
     """
 
     node: Adversary | None

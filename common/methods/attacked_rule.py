@@ -1,9 +1,9 @@
-"""A node's rule among adversaries: what colluding children send in place of their work, and
-different models to them.
+"""A node's rule among adversaries: what colluding children send in place of their work, different
+models to them, and links on which models are changed.
 
 Colluders compute with the uploads of others, which the parent's process alone has. So it computes
 what they send: their honest work comes up the links, through the codecs, and is replaced before any
-bound and rule reads it.
+bound and rule reads it. What comes up a link that is attacked is replaced in the same place.
 """
 
 from __future__ import annotations
@@ -30,36 +30,54 @@ class AttackedRule(WrappedRule):
         self._node = None
         if near.node is not None and near.node.attack.does("dispatch"):
             self._node = near.node
-        self._hosted = {name: each for name, each in near.children.items() if each.hosted}
+        hosted = {name: each for name, each in near.children.items() if each.hosted}
+        self._up = {name: each for name, each in hosted.items() if each.attack.does("upload")}
+        links = {name: each for name, each in hosted.items() if each.on_link}
+        self._down = {name: each for name, each in links.items() if each.attack.does("dispatch")}
         self._rounds = near.rounds
 
     @property
     def reads_start(self) -> bool:
         """Whether the rule does, or changes the model for some children."""
-        return self._node is not None or super().reads_start
+        return self._node is not None or bool(self._down) or super().reads_start
 
     @property
     def hides_uploads(self) -> bool:
         return self._rule.hides_uploads
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the rule's models, or what an adversary makes of them for each child."""
+        """Return the rule's models, or what adversaries make of them: the node of that of each
+        child, then those on links.
+        """
         found = super().dispatch(r, children)
-        if self._node is None or not self._node.acts(r // self._rounds):
-            return found
-        self._received = {
-            child: self._changed(self._node, r, child, row) for child, row in self._received.items()
-        }
-        return [(self._received[child], [child]) for _, those in found for child in those]
+        changed: dict[str, Row] = {}
+        if self._node is not None and self._node.acts(r // self._rounds):
+            for child, row in self._received.items():
+                changed[child] = self._changed(self._node, r, child, row)
+        for child, adversary in self._down.items():
+            if child in self._received and adversary.acts(r):
+                row = changed.get(child, self._received[child])
+                changed[child] = self._changed(adversary, r, child, row)
+        self._received = {**self._received, **changed}
+        models: list[tuple[Row, Sequence[str]]] = []
+        for row, those in found:
+            honest = [child for child in those if child not in changed]
+            if honest:
+                models.append((row, honest))
+            models += [(changed[child], [child]) for child in those if child in changed]
+        return models
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Replace the uploads of colluders, then aggregate."""
-        acting = {
-            k: self._hosted[name] for k, name in enumerate(uploads.children) if name in self._hosted
-        }
-        acting = {k: acting[k] for k in uploads.answered if k in acting and acting[k].acts(r)}
+        """Replace the uploads of colluders, and those that are changed on links, then aggregate."""
+        hosted = {k: self._up.get(uploads.children[k]) for k in uploads.answered}
+        acting = {k: each for k, each in hosted.items() if each is not None and each.acts(r)}
         sent: dict[int, Floats] = {}
         for k, adversary in acting.items():
+            trained_D = self._columns(uploads.rows_K[k])
+            received_D = self._columns(self._received[uploads.children[k]])
+            if adversary.settings.knows == "itself":
+                sent[k] = adversary.uploaded(r, trained_D, received_D)
+                continue
             group = [j for j, other in acting.items() if other.settings is adversary.settings]
             if adversary.attack.colludes and k != group[0]:
                 sent[k] = sent[group[0]]
@@ -68,8 +86,8 @@ class AttackedRule(WrappedRule):
             known = honest if adversary.settings.knows == "siblings" else group
             sent[k] = adversary.sent(
                 AttackedUpload(
-                    self._columns(uploads.rows_K[k]),
-                    self._columns(self._received[uploads.children[k]]),
+                    trained_D,
+                    received_D,
                     adversary.chance(r),
                     [self._columns(uploads.rows_K[j]) for j in known],
                     colluders=len(group),

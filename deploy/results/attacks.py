@@ -29,15 +29,16 @@ SHARE: Final = Axis("share of samples, or of devices' scores", "%", 100.0, (0.0,
 
 
 def facts(run: Run) -> Iterator[str]:
-    """Yield who attacks, and how."""
+    """Yield who attacks, and how: nodes, or somebody on the links of nodes."""
     at = run.experiment.attackers.at
     for table in run.experiment.adversaries:
         names = [name for name, each in at.items() if each.settings is table]
         chance = "" if table.probability == 1 else f", with probability {table.probability:g}"
         knows = "" if table.knows == "itself" else f", knowing its {table.knows}"
+        where = "on the links of " if table.links else ""
         yield (
             f"{table.attack.name} from global round {table.from_round}{chance}{knows}: "
-            f"{named(names)}"
+            f"{where}{named(names)}"
         )
 
 
@@ -66,8 +67,8 @@ def figures(run: Run) -> list[Figure]:
 
 
 def table(run: Run) -> Table:
-    """Return a table of the devices: what each is, and how often the rule of its parent used its
-    result.
+    """Return a table of the devices: the attack of each, or on its link, and how often the rule of
+    its parent used its result.
     """
     counts: dict[str, Counter[str]] = {}
     for row in run.devices:

@@ -1,5 +1,5 @@
-"""Adversaries in drawn labs: devices that lie, alone or together, late ones, and institutions that
-lie to both sides.
+"""Adversaries in drawn labs: devices that lie, alone or together, late ones, institutions that lie
+to both sides, and links on which models are changed.
 
 Lies depend on the seed, the name and the round alone, so a disturbed lab has the model of its
 undisturbed twin, and no lie ends an honest node. Silent ones are left out: a lab with them depends
@@ -29,6 +29,13 @@ BY_INSTITUTIONS: Final[tuple[dict[str, Any], ...]] = (
     {"name": "gaussian", "std": 0.1},
     {"name": "equivocation", "std": 0.1},
 )
+ON_LINKS: Final[tuple[dict[str, Any], ...]] = (
+    {"name": "sign_flip"},
+    {"name": "gaussian", "std": 0.1},
+    {"name": "free_rider"},
+    {"name": "equivocation", "std": 0.1},
+    {"name": "equivocation", "std": 0.1},
+)
 TOGETHER: Final = ("lie", "min_max", "min_sum")
 TRIES: Final = 5
 
@@ -52,6 +59,10 @@ def attacked(seed: int, experiment: Experiment) -> Experiment:
             )
         if not tables or rng.random() < 0.5:
             tables.append({"attack": dict(rng.choice(BY_DEVICES)), "nodes": [devices.pop()]})
+        taken = {name for table in tables for name in table["nodes"]}
+        honest = [name for name in experiment.tree.nodes if name not in taken]
+        if honest and rng.random() < 0.4:
+            tables.append({"attack": dict(rng.choice(ON_LINKS)), "links": [rng.choice(honest)]})
         for table in tables:
             table |= {"probability": rng.choice([1.0, 0.5]), "from_round": rng.choice([1, 1, 2])}
         try:
