@@ -247,8 +247,8 @@ def test_the_paper_s_seconds_are_drawn_beside_ours_with_its_baseline_at_ours() -
     name = "tempo-table1-reduced"
     runs = [run for run in map(Run, folders(PAGE.with_name("results") / name)) if run.seed == 1]
     series = [each for each in series_of(runs) if each.runs[0].cell.startswith("MNIST, Dir 0.1, ")]
-    figure = dots(name, series)
-    assert figure is not None and figure.title.startswith("Simulated seconds to 92.5 %")
+    (figure,) = dots(name, series)
+    assert figure.title.startswith("Simulated seconds to 92.5 %")
     seconds = {
         each.runs[0].cell.removeprefix("MNIST, Dir 0.1, "): reached_s(each.runs[0], 0.925)
         for each in series

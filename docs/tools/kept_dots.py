@@ -1,8 +1,9 @@
-"""The chart of kept runs: a row for each method with its mean, its deviation, and the paper's
+"""The charts of kept runs: a row for each method with its mean, its deviation, and the paper's
 figure.
 
-It has the seconds to the target of runs in virtual time, the global rounds to the target of others,
-and the accuracy of sweeps without a target.
+They have the seconds to the target of runs in virtual time, the global rounds to the target of
+others, and the accuracy of sweeps without a target; beside that the success of attacks, if it is
+measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fedstrata.deploy.console.shipped import shipped_sweeps
 from fedstrata.deploy.console.tabular import Spread, show
 from fedstrata.deploy.results.cells import ALIKE, BETWEEN
 from fedstrata.deploy.results.charts import BELOW
-from fedstrata.deploy.results.figures import COLOURS, LETTER, Canvas, Figure
+from fedstrata.deploy.results.figures import COLOURS, LETTER, SERIES, Canvas, Figure
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.series import Series
 from fedstrata.deploy.sweeps.grid import Grid, load
@@ -26,6 +27,7 @@ from fedstrata.deploy.sweeps.sweep_schema import FULL, Measure, SweepFile
 AXIS: Final = 290.0  # points: width of the axis
 ROW: Final = 14.0
 REDUCED: Final = "reduced"  # the size, at the end of a folder's name
+ATTACK: Final = "attack"  # the measure of an attack's success
 NO_SERIES: Final = "s6"  # of the best of several methods
 
 
@@ -49,21 +51,30 @@ class DotRow:
         return f"{show(self.spread.mean, 1)}{deviation} {unit}, {seeds} seed{'s' * (self.of > 1)}"
 
 
-def dots(folder: str, series: Sequence[Series]) -> Figure | None:
-    """Return the chart of a task's series, the kept runs of the sweep of this folder; None without
+def dots(folder: str, series: Sequence[Series]) -> list[Figure]:
+    """Return the charts of a task's series, the kept runs of the sweep of this folder; none without
     any value.
     """
     runs = [run for each in series for run in each.runs]
-    colours = {_cell_of(run): f"s{each.style[0]}" for each in series for run in each.runs}
+    colours = {_cell_of(run): f"s{_rank(run) % SERIES}" for run in runs}
     grid = _grid(folder, runs)
     results = SweepResults(grid, _by_digest(grid, runs))
-    measure = _measure(grid, runs)
-    name, unit = {"seconds": ("Simulated seconds", "s"), "rounds": ("Global rounds", "rounds")}.get(
-        measure.name, (f"Accuracy, {measure.label}", "%")
-    )
+    measures = [_measure(grid, runs), *(each for each in grid.measures if each.of == ATTACK)]
+    charts = (_chart(results, measure, colours) for measure in measures)
+    return [chart for chart in charts if chart is not None]
+
+
+def _chart(results: SweepResults, measure: Measure, colours: Mapping[str, str]) -> Figure | None:
+    """Return the chart of a measure, None without any value."""
+    grid = results.grid
     rows = list(_rows(results, measure, colours))
     if not rows:
         return None
+    name, unit = {"seconds": ("Simulated seconds", "s"), "rounds": ("Global rounds", "rounds")}.get(
+        measure.name, (f"Accuracy, {measure.label}", "%")
+    )
+    if measure.of == ATTACK:
+        name = measure.label.capitalize()
     targets = {
         cell.target for cell in grid.cells if cell.target is not None and measure.name != "accuracy"
     }
@@ -79,7 +90,7 @@ def dots(folder: str, series: Sequence[Series]) -> Figure | None:
     title = f"{name}{until}, mean and deviation of the seeds{marked}"
     text = "; ".join(f"{row.label}: {row.text(unit)}" for row in rows)
     return Figure(
-        f"{measure.name}-dots",
+        f"{measure.of}-{measure.name}-dots",
         title,
         text,
         lambda: _draw(rows, unit, from_0=measure.name != "accuracy"),
@@ -109,6 +120,12 @@ def _cell_of(run: Run) -> str:
     return run.cell.partition(ALIKE)[0]
 
 
+def _rank(run: Run) -> int:
+    """Return the place of a kept run's method among all of its sweep, which gives its colour."""
+    assert run.place is not None
+    return run.place.rank
+
+
 def _by_digest(grid: Grid, runs: Sequence[Run]) -> dict[str, Run]:
     """Return the runs by the digests of their cells' experiments: their own may have settings of a
     command, too.
@@ -127,7 +144,11 @@ def _measure(grid: Grid, runs: Sequence[Run]) -> Measure:
         simulated = all(run.simulated for run in runs)
         cost = Measure(name="seconds") if simulated else Measure(name="rounds")
         return next((each for each in grid.measures if each.name == cost.name), cost)
-    plain = [each for each in grid.measures if each.name == "accuracy" and not each.against]
+    plain = [
+        each
+        for each in grid.measures
+        if each.name == "accuracy" and each.of != ATTACK and not each.against
+    ]
     return next((each for each in plain if each in SweepResults(grid, {}).ranked), plain[-1])
 
 

@@ -33,7 +33,7 @@ def drawn(folder: Path) -> str:
     series, rows = series_of(runs), list[list[Figure]]()
     for task in baselines(series):
         title, members = _named([each for each in series if each.task == task])
-        if (chart := dots(folder.name, members)) is not None:
+        for chart in dots(folder.name, members):
             rows.append([replace(chart, title=f"{title}: {chart.title}" if title else chart.title)])
     return picture(
         rows, f"Kept runs of {folder.name}", " ".join(figure.text for row in rows for figure in row)
