@@ -360,14 +360,6 @@ def test_two_nodes_of_one_name_are_refused_with_their_hosts() -> None:
         topology_of(twice)
 
 
-def test_only_a_cloud_knows_which_nodes_are_there() -> None:
-    with pytest.raises(
-        InvalidExperiment, match="topology = 'lab': only `fedstrata cloud` can ask"
-    ) as refused:
-        parse({"topology": "lab"})
-    assert refused.value.exit_code == 4
-
-
 def test_a_device_that_came_after_the_roll_is_left_out_and_one_of_another_parent_is_refused() -> (
     None
 ):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.errors import RefusedModel, WireError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model.codec_settings import DOWN, UP
 from fedstrata.common.model.codecs import BUILT_IN, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
@@ -108,39 +108,11 @@ def test_a_foreign_name_is_a_wire_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["wan", "lan"])
-@pytest.mark.parametrize(
-    ("direction", "name", "problem", "remedy"),
-    [
-        ("up", "delta+int4", "no codec has this name", "Did you mean 'delta+int8'?"),
-        ("up", "fp-16", "no codec has this name", "Did you mean 'fp16'?"),
-        ("up", "gzip", "no codec has this name", "There are: fp32, fp32+zstd, fp16"),
-        ("up", "delta+fp32", "saves nothing", "Use fp32, or delta+fp32+zstd."),
-        ("down", "int8+zst", "no such codec", "Did you mean 'int8+zstd'?"),
-        (
-            "down",
-            "delta+int8",
-            "deltas are not used downward",
-            "Use a delta for `up`, and here one of fp32, ",
-        ),
-    ],
-)
-def test_an_experiment_names_its_codecs(
-    tier: str, direction: str, name: str, problem: str, remedy: str
-) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        parse({"transfer": {tier: {direction: name}}})
-    assert caught.value.parts[0].startswith(f"transfer.{tier}.{direction}") and repr(name) in str(
-        caught.value
-    )
-    assert problem in str(caught.value) and remedy in str(caught.value)
-    known = UP if direction == "up" else DOWN
-    for name_ in known:
-        codecs = (
-            parse({"transfer": {tier: {direction: name_}}})
-            .tiers[("wan", "lan").index(tier)]
-            .transfer
-        )
-        assert (codecs.up.name if direction == "up" else codecs.down) == name_
+@pytest.mark.parametrize(("direction", "known"), [("up", UP), ("down", DOWN)])
+def test_an_experiment_names_its_codecs(tier: str, direction: str, known: tuple[str, ...]) -> None:
+    for name in known:
+        codecs = parse({"transfer": {tier: {direction: name}}}).tiers[tier == "lan"].transfer
+        assert (codecs.up.name if direction == "up" else codecs.down) == name
 
 
 # What every codec keeps

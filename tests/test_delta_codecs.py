@@ -380,25 +380,3 @@ def test_a_users_codec_that_cannot_decode_refuses_the_model(name: str, problem: 
 
 
 # What an experiment cannot have
-
-
-@pytest.mark.parametrize(
-    ("up", "problem", "remedy"),
-    [
-        ({"name": "fp32", "feedback": True}, "leaves out nothing", "Use a lossy codec"),
-        ({"name": "delta+fp32+zstd", "feedback": True}, "leaves out nothing", "Use a lossy codec"),
-        ({"name": "qsgd", "bits": 2, "feedback": True}, "grows without bound", "Use 3 or more"),
-        ({"name": "topk", "share": 0}, "too small", "above 0"),
-        ({"name": "topk", "bits": 3}, "unknown key", "It belongs to qsgd"),
-    ],
-)
-def test_codecs_that_cannot_work_are_refused(up: dict[str, Any], problem: str, remedy: str) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"^transfer\.lan\.up.*{problem}.*{remedy}"):
-        parse({"transfer": {"lan": {"up": up}}})
-
-
-def test_a_downward_codec_is_none_of_changes() -> None:
-    with pytest.raises(
-        InvalidExperiment, match=r"transfer\.wan\.down = 'topk': deltas are not used downward"
-    ):
-        parse({"transfer": {"wan": {"down": "topk"}}})

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods.baselines.refined import FedDF
 from fedstrata.common.methods.fedcda import CachedUploadRule, FedCDA, group
@@ -391,20 +390,3 @@ def test_a_saved_node_goes_on_bit_for_bit(tmp_path: Path, memory_mb: float, own:
     for r in range(6, 12):
         assert resumed.play(r, DRAWS[r]) == straight.play(r, DRAWS[r])
         assert resumed.rule.model.tobytes() == straight.rule.model.tobytes()
-
-
-@pytest.mark.parametrize(("groups", "drawn"), [(1, 13), (2, 25), (3, 37)])
-def test_a_search_that_is_too_long_is_refused_before_the_run(groups: int, drawn: int) -> None:
-    def tree(participants: int) -> dict[str, Any]:
-        rule = {"name": "fedcda", "groups": groups}
-        topology = {"institutions": 2, "devices": 80}
-        return {
-            "topology": topology,
-            "institution": {"aggregation": rule, "participation": participants / 40},
-        }
-
-    with pytest.raises(InvalidExperiment) as caught:
-        parse(tree(drawn))
-    assert str(caught.value).startswith("institution.aggregation.combinations = 1000000: ")
-    assert "13 children with 3 uploads each has 3^13" in str(caught.value)
-    assert parse(tree(drawn - 1)).tiers[1].aggregation.name == "fedcda"

@@ -87,32 +87,20 @@ def test_a_folder_without_an_app_is_named(text: str | None, problem: str, home: 
 
 
 @pytest.mark.parametrize(
-    ("trainer", "key"),
+    ("keys", "problem"),
     [
-        ({"app": "/etc"}, "app = '/etc': not below the folder"),
-        ({"app": "../other"}, "app = '../other': not below the folder"),
-        # what a node gets, which reads no file
-        (
-            {"app": "/etc", "serverapp": "a:b", "clientapp": "a:c"},
-            "app = '/etc': not below the folder",
-        ),
-        ({"client_fn": "a:b", "app": "flowers"}, "client_fn = 'a:b': has no effect beside app"),
-        ({"client_fn": "a:b", "score": "auc"}, "score = 'auc': has no effect beside client_fn"),
-        ({"app": "flowers", "run_config": {"local-epochs": 3}}, "run_config.local-epochs = 3: "),
-        (
-            {"app": "flowers", "run_config": {"num-server-rounds": 3}},
-            "run_config.num-server-rounds = 3: ",
-        ),
-        ({}, "client_fn: neither it nor app is set"),
+        ({"client_fn": "a:b"}, "client_fn = 'a:b': has no effect beside app"),
+        ({"run_config": {"local-epochs": 3}}, "run_config.local-epochs = 3: "),
+        ({"run_config": {"num-server-rounds": 3}}, "run_config.num-server-rounds = 3: "),
     ],
 )
-def test_keys_that_do_not_fit_together_are_named(
-    trainer: Mapping[str, Any], key: str, home: Path
+def test_keys_that_do_not_fit_beside_an_app_are_named(
+    keys: Mapping[str, Any], problem: str, home: Path
 ) -> None:
     write_app(home / "flowers", "numpy")
     with pytest.raises(InvalidExperiment) as caught:
-        parse(lab({"name": "flower", **trainer}))
-    assert str(caught.value).startswith(f"training.trainer.{key}")
+        parse(lab({"name": "flower", "app": "flowers", **keys}))
+    assert str(caught.value).startswith(f"training.trainer.{problem}")
 
 
 def modules(package: str) -> Any:

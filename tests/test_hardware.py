@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.protocol.messages import Phase
 from fedstrata.common.runtime.round import WorkResult
@@ -86,38 +85,6 @@ def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(
         == experiment
         != parse({"hardware": {"default": "raspberry-pi-4"}})
     )
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (
-            {"default": "raspberry-pi-9"},
-            r"hardware\.default = 'raspberry-pi-9': no profile has this name.*raspberry-pi-",
-        ),
-        ({"of": {"device-0": "mein"}}, r"hardware\.of\.device-0 = 'mein'.*Did you mean 'mine'"),
-        (
-            {"of": {"device-9": "mine"}},
-            r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'",
-        ),
-        ({"of": {"institution-0": "mine"}}, "no device has this name"),
-        (
-            {"default": {"slowdown": 0.5}},
-            r"hardware\.default\.slowdown = 0\.5: too small. Write 1 or more",
-        ),
-        ({"default": {"overhead_s": -1}}, r"hardware\.default\.overhead_s = -1"),
-        (
-            {"default": {"slow": 2}},
-            r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'",
-        ),
-        ({"profiles": {"mine": {"slow": 2}}}, r"hardware\.profiles\.mine\.slow = 2: unknown key"),
-        ({"spread": -0.1}, r"hardware\.spread = -0\.1"),
-        ({"default": 3}, r"hardware\.default = 3"),
-    ],
-)
-def test_what_is_wrong_is_named(said: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse({"hardware": {"profiles": {"mine": {}}} | said})
 
 
 def assert_spread(drawn: Iterable[float | None], middle: float) -> None:

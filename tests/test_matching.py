@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers.builtin import read_digits
@@ -205,12 +204,7 @@ def test_the_assignment_minimises_the_papers_cost() -> None:
         assert tuple(fedma.assigned(others.sum(0) @ own.T)) == best
 
 
-def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
-    with pytest.raises(
-        InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"
-    ):
-        parse(own)
+def test_matching_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregator, "find_spec", lambda name: None)
     for name in ("fedma", "gamf", "clusamp"):
         with pytest.raises(

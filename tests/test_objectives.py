@@ -69,31 +69,6 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
     assert {*objectives_by_name.BUILT, "cross_entropy"} == set(OBJECTIVES)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"name": "fedprx"}, r"name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
-        ({"name": "x"}, r"name = 'x': .*There are: cross_entropy, .*, feddyn, moon, fedgen\."),
-        (
-            {"mu": 0.1},
-            r"mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy",
-        ),
-        (
-            {"name": "fedsam", "mu": 0.1},
-            r"mu = 0\.1: .*belongs to fedprox and moon; this is fedsam",
-        ),
-        ({"name": "fedprox", "muu": 0.1}, r"muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
-        ({"name": "fedprox", "mu": -0.1}, r"mu = -0\.1: too small. Write 0 or more"),
-        ({"name": "fedprox", "mu": float("nan")}, r"mu = nan: .*finite"),
-        ({"name": "fedprox", "mu": "0.1"}, r"mu = '0\.1': .*number"),
-        ({"name": "fedsam", "rho": -1.0}, r"rho = -1\.0: too small. Write 0 or more"),
-    ],
-)
-def test_what_cannot_be_is_refused(settings: Any, problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"training\.objective\.{problem}"):
-        parse({"training": {"objective": settings}})
-
-
 # Steps against a plain loop
 
 
@@ -294,10 +269,6 @@ def test_what_gives_no_features_is_refused() -> None:
         InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with"
     ):
         classifier_of(nn.Conv2d(1, 10, 3))
-    with pytest.raises(
-        InvalidExperiment, match=r"model\.projection = 8: .*Build the layers in its function"
-    ):
-        parse({"model": {"name": "mine:net", "projection": 8}, "data": {"dataset": "digits"}})
 
 
 def test_a_head_is_part_of_the_experiment() -> None:

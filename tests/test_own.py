@@ -304,19 +304,6 @@ def test_labels_beyond_the_classes_are_refused(load: Callable[..., Dataset]) -> 
         load("beyond")
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        ({"dataset": "sets:right", "noise": 0.5}, "own data has its own"),
-        ({"dataset": "a b:c"}, "not of the form"),
-        ({"dataset": "digit"}, "no such data set.*Did you mean 'digits'"),
-    ],
-)
-def test_keys_of_own_data(data: dict[str, object], problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse({"data": data})
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp", "tiff", "gif", "ppm"])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16"])
 def test_images_of_any_kind_are_brought_into_one_shape(

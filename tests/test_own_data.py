@@ -350,26 +350,6 @@ def test_a_damaged_image_is_named(tmp_path: Path, raw: bytes | None) -> None:
     refused(own(tmp_path), node="device-0", match=r"a\.png.*this file is not an image")
 
 
-@pytest.mark.parametrize(
-    ("data", "key"),
-    [
-        ({"classes": None}, "classes"),
-        ({"classes": 2}, "classes"),
-        ({"classes": ["a", "a"]}, "classes"),
-        ({"classes": ["../elsewhere"]}, "classes"),
-        ({"classes": ["a/b"]}, "classes"),
-        ({"image_shape": [2, 6, 8]}, "image_shape"),
-        ({"image_shape": [3, 6]}, "image_shape"),
-        ({"dataset": "mnist"}, "partition"),
-        ({"dataset": "synthetic", "partition": "iid"}, "classes"),
-    ],
-)
-def test_what_the_experiment_must_say(data: dict[str, Any], key: str) -> None:
-    tree = {"dataset": "folder", "classes": CLASSES, "partition": "natural", **data}
-    with pytest.raises(InvalidExperiment, match=rf"^data\.{key}"):
-        parse({"data": tree})
-
-
 def synthetic(**more: Any) -> Data:
     tree = {
         "dataset": "synthetic",

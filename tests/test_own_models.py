@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
@@ -121,18 +120,6 @@ def test_what_is_wrong_is_said(name: str, problem: str) -> None:
     ) as caught:
         models.build(name, 1, inputs=GREY)
     assert caught.value.exit_code == 4
-
-
-@pytest.mark.parametrize("name", ["a:", ":b", "a:b:c", "a b:c", "a.b:c()", "../a:b"])
-def test_the_form_of_the_name_is_checked_with_the_experiment(name: str) -> None:
-    with pytest.raises(InvalidExperiment, match="not of the form"):
-        parse({"model": {"name": name}})
-    assert parse({"model": {"name": "mynets.small:build"}}).model.name == "mynets.small:build"
-
-
-def test_a_mistyped_model_has_a_proposal() -> None:
-    with pytest.raises(InvalidExperiment, match=r"no such model.*Did you mean 'lenet5'"):
-        parse({"model": {"name": "lenet"}})
 
 
 RANDOM = """

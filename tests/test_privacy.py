@@ -460,40 +460,6 @@ def test_tasks_of_a_tier_multiply_the_rounds_of_the_next() -> None:
 TWO: Final = {"topology": {"institutions": 2, "devices": 6}, "links": {"check": "off"}}
 
 
-@pytest.mark.parametrize(
-    ("privacy", "message"),
-    [
-        ({"clip_norm": 1.0}, r"institution\.privacy\.clip_norm = 1\.0: nothing is protected"),
-        ({"unit": "institution", "noise_multiplier": 1.0}, (r"privacy\.unit = 'institution'.*are "
-r"devices")),
-        ({"unit": "device"}, r"noise_multiplier: not known"),
-        ({"unit": "device", "noise_multiplier": 1.0}, r"clip_norm: the noise needs it"),
-        ({"unit": "device", "noise_multiplier": 1.0, "clip_norm": 1.0}, (r"delta: the noise needs "
-r"it")),
-        ({"unit": "device", "noise_multiplier": 0.0, "max_epsilon": 1.0}, (r"max_epsilon = 1\.0: "
-r"epsilon is infinite")),
-        ({**DEVICE, "delta": 0.9}, (r"delta = 0\.9: not below 1 / 6 devices, so that it allows to "
-r"publish one of them")),
-        ({**DEVICE, "delta": 1 / 6}, (r"delta = 0\.1666.*: not below 1 / 6 devices.*Write far "
-r"less, such as 0\.002")),
-        ({**DEVICE, "max_epsilon": 0.5}, (r"max_epsilon = 0\.5: the first global round could cost "
-r"2\.\d+")),
-        ({**DEVICE, "sampling_rate": 0.1}, r"sampling_rate = 0\.1: it is for samples"),
-        ({**DEVICE, "quantile": 0.5}, r"quantile = 0\.5: the parent counts"),
-        ({**DEVICE, "quantile_rate": 0.5}, r"quantile_rate = 0\.5: the bound is fixed"),
-        ({**DEVICE, "unit": "sample", "noise_by": "parent"}, (r"noise_by = 'parent': a parent has "
-r"no samples")),
-        ({**DEVICE, "units": 3}, (r"institution\.privacy\.units = 3: unknown key\. Did you mean "
-r"'unit'")),
-        ({**DEVICE, "unit": "person"}, r"privacy\.unit = 'person': not one of its values"),
-        ({**DEVICE, "noise_multiplier": -1.0}, r"noise_multiplier = -1\.0: too small"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_named(privacy: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidExperiment, match=message):
-        parse({**TWO, "institution": {"privacy": privacy}})
-
-
 def below(**keys: Any) -> dict[str, Any]:
     """Return an experiment's tables with privacy of devices; keys of the tier besides."""
     privacy = {
@@ -506,33 +472,6 @@ def below(**keys: Any) -> dict[str, Any]:
             **{key: keys[key] for key in keys.keys() - privacy.keys()},
         }
     }
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"cloud": {"privacy": DEVICE}}, (r"cloud\.privacy\.unit = 'device': the children .* are "
-r"institutions")),
-        (below(aggregation="fedcda"), r"aggregation\.name = 'fedcda'.*training losses"),
-        (below() | {"cloud": {"aggregation": "fedcda"}}, r"cloud\.aggregation\.name = 'fedcda'"),
-        (below(aggregation="qfedavg"), r"'qfedavg'.*training losses"),
-        (below(aggregation="scaffold") | {"training": {"objective": "scaffold"}},
-        r"devices return control_change"),
-        (below(aggregation={"name": "fedbuff", "buffer": 1}), r"'fedbuff'.*several rounds"),
-        (below(noise_by="parent", norm_bound={"action": "clip"}), (r"norm_bound\.action = 'clip': "
-r"it publishes")),
-        (below(unit="sample") | {"training": {"objective": "moon"}}, r"'moon'.*other terms"),
-        (below(unit="sample") | {"training": {"precision": "bf16"}}, r"precision = 'bf16'"),
-    ],
-)  # fmt: skip
-def test_what_does_not_belong_together_is_named(tree: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidExperiment, match=message):
-        parse({**TWO, **tree})
-
-
-def test_a_tier_may_not_have_the_name_of_a_column() -> None:
-    with pytest.raises(InvalidExperiment, match="other columns of this name"):
-        parse({"tiers": [{"name": "epsilon", "number": 2}]})
 
 
 def test_the_table_is_written_and_read_again() -> None:

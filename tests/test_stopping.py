@@ -65,24 +65,6 @@ def test_a_target_ends_a_run_and_a_resumed_run_decides_by_the_digits_of_its_tabl
     assert course.ended is StopReason.TARGET
 
 
-@pytest.mark.parametrize(
-    ("tree", "text"),
-    [
-        ({"target": 90}, "stop.target = 90.0: no accuracy. Write a fraction"),
-        ({"target": 0}, "stop.target = 0.0: no accuracy"),
-        (
-            {"min_delta": 0.1},
-            "stop.min_delta = 0.1: nothing goes by it. Set stop.patience or stop.best",
-        ),
-        ({"monitor": "loss"}, "stop.monitor = 'loss': nothing goes by it"),
-    ],
-)
-def test_what_cannot_be_is_refused(tree: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        parse({"stop": tree})
-    assert str(caught.value).startswith(text)
-
-
 # Runs
 
 

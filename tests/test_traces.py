@@ -135,12 +135,6 @@ def test_a_trace_that_cannot_be_replayed_is_refused(
         load(file)
 
 
-@pytest.mark.parametrize("enforce", ["none", "kernel"])
-def test_links_that_no_bucket_shapes_replay_no_traces(enforce: str) -> None:
-    with pytest.raises(InvalidExperiment, match="only token buckets replay a trace"):
-        parse({"links": {"enforce": enforce, "wan": {"trace": OUTAGE}}})
-
-
 OUTAGE = {"seconds": [0, 6, 26], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
 LAB: dict[str, Any] = {
     "rounds": 3,

@@ -802,45 +802,7 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("tables", "key"),
-    [
-        ({"training": {"loss": "cross_entropy"}}, "training.loss"),
-        ({"training": {"objective": "fedprox"}}, "training.objective"),
-        ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
-        ({"training": {"vmapped": False}}, "training.vmapped"),
-        ({"training": {"optimizer": "adam"}}, "training.optimizer"),
-        (
-            {"training": {"trainer": {**FLOWER, "run_config": {"batch-size": 4}}}},
-            "training.trainer.run_config.batch-size",
-        ),
-        ({"training": {"by_round": {"epochs": {"1": 2.0}}}}, "training.by_round.epochs"),
-        ({"data": {"dataset": "digits"}}, "data.dataset"),
-        ({"data": {"noise": 0.5}}, "data.noise"),
-        ({"model": {"name": "cnn_digits"}}, "model.name"),
-        ({"model": {"frozen": ["w"]}}, "model.frozen"),
-        ({"model": {"personal": ["b"]}, "evaluation": {"at": "devices"}}, "model.personal"),
-        ({"evaluation": {"accelerator": "auto"}}, "evaluation.accelerator"),
-        ({"evaluation": {"at": "devices", "data": "held_out"}}, "evaluation.data"),
-        ({"evaluation": {"at": "both", "held_out": 0.2}}, "evaluation.held_out"),
-        ({"evaluation": {"at": "both", "per_class": True}}, "evaluation.per_class"),
-        ({"institution": {"aggregation": "scaffold"}}, "institution.aggregation.name"),
-        ({"institution": {"aggregation": "fedgen"}}, "institution.aggregation.name"),
-        ({"institution": {"aggregation": "qfedavg"}}, "institution.aggregation.name"),
-        ({"cloud": {"aggregation": "fedma"}}, "cloud.aggregation.name"),
-    ],
-)
-def test_what_needs_fedstratas_training_is_refused_by_name(
-    tables: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        parse(lab(SOFTMAX, **tables))
-    assert str(caught.value).startswith(f"{key} = ")
-
-
-def test_without_a_trainer_its_keys_are_refused_or_absent() -> None:
-    with pytest.raises(InvalidExperiment, match=r"training\.by_round"):
-        parse({"training": {"by_round": {"mu": {"1": 0.5}}}})
+def test_without_a_trainer_its_keys_are_absent() -> None:
     assert not {"trainer", "by_round"} & json.loads(parse({}).to_json())["training"].keys()
 
 

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets
@@ -95,67 +94,6 @@ def test_rates_written_out() -> None:
     assert rates(Schedule(name="inverse", halving=2, warmup=1), 4) == pytest.approx(
         [0.05, 0.1, 0.1 * 2 / 3, 0.05]
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
-        *(
-            (
-                {"vmapped": was},
-                rf"training\.vmapped = '{was}': not one of its values\. There are: false",
-            )
-            for was in ("never", "auto", "always")
-        ),
-        (
-            {"schedule": {"name": "step", "factor": 0.5}},
-            r"training\.schedule\.every: .*'step' needs it.*Set",
-        ),
-        (
-            {"schedule": {"name": "step", "every": 2}},
-            r"training\.schedule\.factor: .*'step' needs it.*Set",
-        ),
-        ({"schedule": {"name": "inverse"}}, r"training\.schedule\.halving: .*'inverse' needs it"),
-        (
-            {"schedule": {"name": "exponential"}},
-            r"training\.schedule\.factor: .*'exponential' needs it",
-        ),
-        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*inverse"),
-        ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
-        ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*Write 1 or less"),
-        ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*Write 0 or more"),
-        ({"clip_norm": 0.0}, r"training\.clip_norm = 0\.0: .*Write a number above 0"),
-        ({"precision": "fp16"}, r"training\.precision = 'fp16': .*'bf16'"),
-        ({"augmentation": {"flip": True}, **TEXT}, r"\.flip = True: shakespeare is text"),
-        ({"augmentation": {"crop": 2}, **TEXT}, r"\.crop = 2: shakespeare is text"),
-        ({"momentum": 0.5, "optimizer": {"momentum": 0.1}}, r"momentum = 0\.5: .*is 0\.1.*Omit"),
-        ({"momentum": 0.5, "optimizer": "adam"}, r"training\.momentum = 0\.5: adam does not.*Omit"),
-        ({"weight_decay": 0.5, "optimizer": "adamw"}, r"decay = 0\.5: .*Set training\.optimizer\."),
-        (
-            {"optimizer": {"name": "sgd", "beta1": 0.5}},
-            r"training\.optimizer\.beta1 = 0\.5: unknown key",
-        ),
-        (
-            {"optimizer": {"name": "adam", "beta2": 1.0}},
-            r"training\.optimizer\.beta2 = 1\.0: .*below 1",
-        ),
-        ({"optimizer": "rmsprop"}, r"training\.optimizer\.name = 'rmsprop': .*adam"),
-        (
-            {"optimizer": "adam", "objective": "scaffold", "cloud": {"aggregation": "scaffold"}},
-            r"training\.optimizer\.name = 'adam': scaffold estimates gradients",
-        ),
-        (
-            {"optimizer": "adam", "cloud": {"aggregation": "fednova"}},
-            r"training\.optimizer\.name = 'adam': fednova weighs the gradients of SGD",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> None:
-    tables = {key: settings[key] for key in ("cloud", "data", "model") if key in settings}
-    training = {key: value for key, value in settings.items() if key not in tables}
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse({"topology": {"institutions": 0, "devices": 2}, **tables, "training": training})
 
 
 def test_text_may_name_no_flip_and_no_crop() -> None:
