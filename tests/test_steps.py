@@ -315,46 +315,6 @@ def weigh(
     return list(facts["weights"].values()), facts["angles"], kept
 
 
-def twin(
-    deltas: list[list[float]], samples: list[int], past: list[tuple[int, float]], a: float
-) -> list[float]:
-    total = sum(samples)
-    mean = [
-        sum(n / total * d[i] for n, d in zip(samples, deltas, strict=True))
-        for i in range(len(deltas[0]))
-    ]
-    raw = []
-    for delta, n, (count, smoothed) in zip(deltas, samples, past, strict=True):
-        norms = math.hypot(*delta) * math.hypot(*mean)
-        cosine = sum(x * y for x, y in zip(delta, mean, strict=True)) / norms if norms else 0.0
-        theta = math.acos(min(1.0, max(-1.0, cosine)))
-        angle = (count * smoothed + theta) / (count + 1)
-        raw.append(n * math.exp(a * (1 - math.exp(-math.exp(-a * (angle - 1))))))
-    return [weight / sum(raw) for weight in raw]
-
-
-@given(
-    count=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-    a=st.floats(0, 8),
-    samples=st.lists(st.integers(1, 1000), min_size=8, max_size=8),
-    past=st.lists(st.tuples(st.integers(0, 9), st.floats(0, math.pi)), min_size=8, max_size=8),
-)
-def test_weights_by_angles_are_the_formulas(
-    count: int, seed: int, a: float, samples: list[int], past: list[tuple[int, float]]
-) -> None:
-    models_KD = np.random.default_rng(seed).normal(size=(count, 12)).astype(np.float32)
-    start_D = np.random.default_rng(seed + 1).normal(size=12).astype(np.float32)
-    before = dict(zip(NAMES[:count], past, strict=False))
-    weights, angles, kept = weigh(models_KD, samples[:count], start_D=start_D, a=a, past=before)
-    deltas = (models_KD.astype(np.float64) - start_D).tolist()
-    np.testing.assert_allclose(weights, twin(deltas, samples[:count], past[:count], a), rtol=1e-6)
-    assert {name: times for name, (times, _) in kept.items()} == {
-        name: n + 1 for name, (n, _) in before.items()
-    }
-    assert list(angles) == list(before)
-
-
 def test_the_papers_curve() -> None:
     found = [round(gompertz(angle, 5.0), 2) for angle in (0.0, 0.5, 1.0, math.pi / 2)]
     assert found == [5.0, 5.0, 3.16, 0.28]
@@ -390,7 +350,6 @@ def test_without_a_sample_all_weigh_alike() -> None:
 
 # Server optimisers
 
-ROUNDS: Final = 50
 SHARES: Final = np.array([0.5, 0.25, 0.25])
 
 
@@ -422,54 +381,18 @@ def momentum(beta: float, eta: float) -> Callable[[Doubles, Doubles], Doubles]:
     return step
 
 
-def adaptive(
-    kind: str, eta: float, beta_1: float, beta_2: float, tau: float
+def adam(
+    eta: float, beta_1: float, beta_2: float, tau: float
 ) -> Callable[[Doubles, Doubles], Doubles]:
     m, v = np.zeros(D, np.float32), np.full(D, tau**2, np.float32)
 
     def step(z: Doubles, delta: Doubles) -> Doubles:
-        before = v.astype(np.float64)
         first = beta_1 * m.astype(np.float64) + (1 - beta_1) * delta
-        second = {
-            "adagrad": before + delta**2,
-            "adam": beta_2 * before + (1 - beta_2) * delta**2,
-            "yogi": before - (1 - beta_2) * delta**2 * np.sign(before - delta**2),
-        }[kind]
+        second = beta_2 * v.astype(np.float64) + (1 - beta_2) * delta**2
         m[:], v[:] = first, second
         return z + eta * first / (np.sqrt(second) + tau)
 
     return step
-
-
-@pytest.mark.parametrize(
-    ("tree", "step"),
-    [
-        ({"name": "fedavgm", "momentum": 0.9, "learning_rate": 0.5}, momentum(0.9, 0.5)),
-        ({"name": "fedadagrad", "learning_rate": 0.1}, adaptive("adagrad", 0.1, 0.0, 0.0, 1e-3)),
-        ({"name": "fedadam", "learning_rate": 0.01}, adaptive("adam", 0.01, 0.9, 0.99, 1e-3)),
-        (
-            {"name": "fedyogi", "learning_rate": 0.02, "tau": 0.01},
-            adaptive("yogi", 0.02, 0.9, 0.99, 1e-2),
-        ),
-    ],
-    ids=lambda value: value["name"] if isinstance(value, dict) else "",
-)
-def test_fifty_rounds_are_those_of_a_plain_twin(
-    tree: dict[str, Any], step: Callable[[Doubles, Doubles], Doubles]
-) -> None:
-    rule = rule_of(tree)
-    for r in range(ROUNDS):
-        z = model_of(rule) if r else np.zeros(D)
-        uploads, outcome = advance(rule, r)
-        expected = step(z, SHARES @ uploads - z)
-        wrong = ~np.isclose(model_of(rule), expected, rtol=1e-5, atol=2e-6)
-        # The mean is rounded to float32: where v is nearly delta^2, Yogi's sign may differ.
-        assert wrong.sum() <= (2 if tree["name"] == "fedyogi" else 0)
-        far = [float(np.linalg.norm(upload - model_of(rule))) for upload in uploads]
-        assert list(outcome.distances.values()) == pytest.approx(far, rel=1e-6), (
-            "to the next model, not to the mean"
-        )
-        assert LAYOUT.integers(rule.model).tolist() == [r + 1], "counters are those of the mean"
 
 
 def combined(name: str, uploads: Doubles) -> Doubles:
@@ -489,10 +412,7 @@ BEHIND: Final[list[dict[str, Any]]] = [
     ("own", "twin"),
     [
         ({"name": "fedavgm", "momentum": 0.5}, lambda: momentum(0.5, 1.0)),
-        (
-            {"name": "fedadam", "learning_rate": 0.01},
-            lambda: adaptive("adam", 0.01, 0.9, 0.99, 1e-3),
-        ),
+        ({"name": "fedadam", "learning_rate": 0.01}, lambda: adam(0.01, 0.9, 0.99, 1e-3)),
     ],
     ids=["fedavgm", "fedadam"],
 )

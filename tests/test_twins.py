@@ -71,7 +71,7 @@ def fedadp(now: Round) -> Doubles:
     for child, theta in zip(now.children, thetas_K, strict=True):
         now.state.setdefault(child, []).append(theta)
     smooth_K = np.array([np.mean(now.state[child]) for child in now.children])
-    w_K = now.samples_K * np.exp(5 * (1 - np.exp(-np.exp(-5 * (smooth_K - 1)))))
+    w_K = now.samples_K * np.exp(4 * (1 - np.exp(-np.exp(-4 * (smooth_K - 1)))))
     return w_K / w_K.sum() @ now.uploads_KD
 
 
@@ -169,7 +169,7 @@ CASES: Final[dict[str, Case]] = {
     "fedexp": ({}, fedexp, {}),
     "fednova": ({}, fednova, {"training": {"batch_size": 32}}),
     "qfedavg": ({"q": 2.0}, qfedavg, {}),
-    "fedadp": ({}, fedadp, {}),
+    "fedadp": ({"a": 4.0}, fedadp, {}),
     "scaffold": ({"learning_rate": 0.5}, scaffold, objective("scaffold")),
     "feddyn": ({}, feddyn, objective("feddyn", alpha=0.05)),
     "feddyn null": ({}, UNIFORM, objective("feddyn", alpha=0.0)),
