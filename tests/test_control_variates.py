@@ -14,15 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from torch import nn
-from torch.nn import functional
 
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.settings import RULES
-from fedstrata.common.model.codec_settings import UP
 from fedstrata.common.model.codecs import BUILT_IN
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.model.parts import ModelParts
@@ -33,8 +30,6 @@ from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.checking import objective_checks
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
-from fedstrata.device.training.objectives.objective import LocalUpdate
-from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.tasks import DeviceMemory
 from fedstrata.device.training.vectors import finish, vectors_of
 from tests.helpers.commands import DEMO, run_lab, table, tensors
@@ -42,7 +37,6 @@ from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT
 from tests.helpers.scenarios import KilledLab
-from tests.helpers.steps import run_steps
 from tests.helpers.vmapped import objective_trial
 from tests.helpers.vmapped_steps import problem_of
 
@@ -59,51 +53,6 @@ def training(name: str, **keys: Any) -> TrainingSettings:
 
 
 # The device
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
-    """The whole loss by autograd, with the linear terms that have the corrections as gradients."""
-    settings = training(name).model_copy(update={"momentum": momentum})
-    ours, theirs = net(), net()
-    draw = torch.Generator().manual_seed(1)
-    batches = [
-        (0, torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.arange(5) % 3)
-        for _ in range(4)
-    ]
-    names = ("control", "own_control") if name == "scaffold" else ("own_gradient",)
-    vectors = {
-        each: [
-            torch.randn(w.shape, generator=draw, dtype=torch.float64) / 10
-            for w in ours.parameters()
-        ]
-        for each in names
-    }
-    run_steps(
-        ours, list(ours.parameters()), batches, training=settings, learning_rate=0.1, last_epoch=0,
-        watch=lambda _: None, vectors=vectors,
-    )  # fmt: skip
-    received = [weight.detach().clone() for weight in theirs.parameters()]
-    optimiser = torch.optim.SGD(theirs.parameters(), 0.1, momentum)
-    for _, inputs, labels in batches:
-        optimiser.zero_grad()
-        loss = functional.cross_entropy(theirs(inputs), labels)
-        for i, weight in enumerate(theirs.parameters()):
-            if name == "scaffold":
-                loss = loss + ((vectors["control"][i] - vectors["own_control"][i]) * weight).sum()
-            else:
-                loss = loss - (vectors["own_gradient"][i] * weight).sum()
-                loss = loss + 0.01 / 2 * (weight - received[i]).square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -128,29 +77,6 @@ def test_a_constant_gradient_is_found_whatever_the_momentum(
     wanted = g + decay * start
     np.testing.assert_allclose(found["own_control"], wanted, rtol=0, atol=1e-5)
     np.testing.assert_allclose(found["control_change"], wanted - own, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("up", UP)
-def test_what_a_device_keeps_of_its_upload_is_what_the_node_decodes(up: str) -> None:
-    """FedDyn's h_k has the decoded step, MOON the trained model itself."""
-    start, moved, h = (np.random.default_rng(i).normal(size=D) for i in range(3))
-    trained = start + 0.01 * moved
-    rows = [np.zeros(LAYOUT.row_bytes, np.uint8) for _ in range(3)]
-    for row, columns in zip(rows, (start, trained, trained), strict=False):
-        LAYOUT.floats(row)[:D] = columns
-    codec = BUILT_IN[up]
-    if not codec.is_row:
-        codec.decode(
-            LAYOUT, codec.encode(LAYOUT, rows[1], reference=rows[0]), rows[2], reference=rows[0]
-        )
-    decoded = LAYOUT.floats(rows[2])[:D].astype(np.float64)
-    found = finished(
-        experiment_of("feddyn", up=up, alpha=0.5), start, trained, {"own_gradient": h}, steps=7
-    )
-    wanted = h.astype(np.float32) - 0.5 * (decoded - start.astype(np.float32))
-    np.testing.assert_array_equal(found["own_gradient"], wanted.astype(np.float32))
-    found = finished(experiment_of("moon", up=up), start, trained, {"previous": h}, steps=7)
-    np.testing.assert_array_equal(found["previous"], trained.astype(np.float32))
 
 
 @pytest.mark.parametrize("up", ["fp16", "int8", "delta+bf16"])
@@ -193,15 +119,6 @@ def finished(
     local = load_local_dataset(experiment, "device-0", accelerator=torch.device("cpu"))
     finish(experiment, task, local, Order(row, out, 1, 0), node="device-0", steps=steps)
     return task.returned.extras_of(out)
-
-
-def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
-    alpha, h = 0.1, np.array([0.3, -0.2], np.float32)
-    z, slope = np.array([1.0, 2.0], np.float32), np.array([0.5, 0.1])  # of a linear loss
-    w = (z + (h - slope) / alpha).astype(np.float32)  # where slope - h + alpha (w - z) is zero
-    update = LocalUpdate(z, w, w, {"own_gradient": h}, 10, 0.1, 10.0, np.ones(2, np.float32))
-    found = objective_of(training("feddyn", alpha=alpha)).finish(update)
-    np.testing.assert_allclose(found["own_gradient"], slope, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

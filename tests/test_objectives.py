@@ -1,17 +1,12 @@
-"""What devices minimise: against plain PyTorch loops, in-process and vmapped, in labs; the heads of
-models.
-"""
+"""What devices minimise: against plain PyTorch loops; the heads of models."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from fedstrata.common.errors import InvalidExperiment
@@ -26,21 +21,11 @@ from fedstrata.device.training.objectives import objectives_by_name
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.sgd import NO_VECTORS, features_of
-from tests.helpers.commands import DEMO, run_lab, tensors
-from tests.helpers.commands import table as device_rows
 from tests.helpers.plain import Vectors, plain_steps
 from tests.helpers.steps import run_steps
-from tests.helpers.vmapped import needs_cuda
 from tests.test_models import SIZES
 
 Batches = list[tuple[int, Tensor, Tensor]]
-SMALL = (
-    "topology.institutions=2",
-    "topology.devices=4",
-    "rounds=2",
-    "institution.rounds=2",
-    "training.batch_size=50",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -276,34 +261,3 @@ def test_a_head_is_part_of_the_experiment() -> None:
     assert parse(head.to_json()) == head and head.digest != plain.digest
     module = models.of(head, inputs=Inputs((1, 8, 8), 10))
     assert classifier_of(module)[1].in_features == 256
-
-
-# Labs
-
-
-@pytest.mark.slow
-def test_real_agents_train_with_the_announced_objective(tmp_path: Path) -> None:
-    pairs = (*SMALL, 'training.objective={name="fedprox", mu=1.0}')
-    plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
-    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
-    real = run_lab(DEMO, tmp_path / "real", *pairs)
-    assert tensors(real) == tensors(direct)
-    assert tensors(real) != tensors(plain)
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
-    # so many that some come together at any load
-    lab = (*SMALL, "topology.institutions=1", "topology.devices=8")
-    pairs = (*lab, 'training.objective={name="fedprox", mu=1.0}')
-    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct", "--accelerator", "cpu"])
-    real = run_lab(DEMO, tmp_path / "real", *pairs)
-    assert "vmapped" in {row["path"] for row in device_rows(real / "devices.csv")}
-    plain = run_lab(DEMO, tmp_path / "plain", *lab, flags=["--direct", "--accelerator", "cpu"])
-    found, wanted, without = (
-        load_file(folder / "model.safetensors") for folder in (real, direct, plain)
-    )
-    for entry, tensor in found.items():
-        np.testing.assert_allclose(tensor, wanted[entry], rtol=0, atol=1e-4)
-    assert max(np.abs(found[entry] - without[entry]).max() for entry in found) > 1e-3
