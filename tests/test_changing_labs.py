@@ -108,16 +108,6 @@ def test_a_round_closes_without_lost_children(
     assert Tier(name="wan").closing_of(4, among=8).rule == "all"
 
 
-@pytest.mark.parametrize("rule", [{"name": "clusamp"}, {"name": "fedbuff", "buffer": 3}])
-def test_a_rule_that_needs_all_children_is_for_tiers_without_a_minimum(
-    rule: dict[str, Any],
-) -> None:
-    assert (
-        parse({**LAB, "institution": {"aggregation": rule}}).tiers[-1].aggregation.name
-        == rule["name"]
-    )
-
-
 # Client selection
 
 
@@ -133,13 +123,6 @@ def test_absent_children_are_not_selected(selector: str) -> None:
         chosen = one.select(NAMES, r, samples=dict.fromkeys(NAMES, 10), absent=NAMES[:2])
         assert len(chosen) == 3 and not set(chosen) & set(NAMES[:2])
     assert one.select(NAMES, 20, absent=NAMES[:4]) == list(NAMES[4:])
-
-
-def test_a_selection_of_present_children_alone_is_that_of_a_complete_lab() -> None:
-    complete, other = (selection(participation=0.5) for _ in range(2))
-    assert [complete.select(NAMES, r) for r in range(9)] == [
-        other.select(NAMES, r, absent=()) for r in range(9)
-    ]
 
 
 def test_a_rule_of_several_models_has_as_many_as_ever() -> None:

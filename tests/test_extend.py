@@ -21,7 +21,6 @@ from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.methods.column_rule import Columns
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
 from fedstrata.common.settings.own import permit
-from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES
@@ -412,24 +411,6 @@ def test_vectors_that_rule_and_objective_do_not_share_are_refused(
 ) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
         direct_model(home / "runs", OWN_SCAFFOLD | changes, "corrected:Corrected")
-
-
-def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:
-    absent = ("--set", "institution.aggregation.absent=1")
-    done = invoke("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")
-    assert (
-        done.exit_code == 4 and "clipping:Clipped takes factor, and not this keyword" in done.stderr
-    ), done.stderr
-
-
-@pytest.mark.usefixtures("home")
-def test_keywords_that_an_objective_does_not_have_are_refused() -> None:
-    training = parse({"training": {"objective": {"name": "focal:Focal", "absent": 1}}}).training
-    with pytest.raises(
-        InvalidExperiment,
-        match=r"^training\.objective\.absent = 1: focal:Focal takes gamma, and not",
-    ):
-        objective_of(training)
 
 
 def test_an_experiment_keeps_the_keywords_of_own_code() -> None:

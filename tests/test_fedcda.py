@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods.baselines.refined import FedDF
 from fedstrata.common.methods.fedcda import CachedUploadRule, FedCDA, group
 from fedstrata.common.methods.optimisers import FedAdam
@@ -325,18 +324,6 @@ def test_a_random_choice_takes_each_cached_upload() -> None:
     facts: list[Any] = [node.play(r, "abcd").facts["selected"] for r in range(60)]
     ages = Counter(r - chosen for r in range(2, 60) for chosen in facts[r].values())
     assert ages.total() == 4 * 58 and all(abs(ages[age] - 4 * 58 / 3) < 26 for age in range(3))
-    assert parse(
-        {
-            "topology": {"devices": 40},
-            "cloud": {"aggregation": {"name": "fedcda", "choice": "random"}},
-        }
-    )
-
-
-def test_a_child_may_have_a_smoothness_of_its_own() -> None:
-    rule = {"name": "fedcda", "smoothness_of": {"institution-1": 2.0}}
-    topology = {"institutions": 2, "devices": 4}
-    assert parse({"topology": topology, "cloud": {"aggregation": rule}})
 
 
 @pytest.mark.parametrize(("history", "left"), [("clear", 0), ("keep", 6)])

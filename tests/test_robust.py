@@ -123,9 +123,10 @@ def test_fltrust_takes_steps_as_long_as_its_own_by_their_angle() -> None:
     """The refiner of the test adds 1 to each parameter: that is the node's own step."""
     uploads = models(6) + np.float32(1.0)
     uploads[4:] *= -100
+    uploads[3] = 0.25  # it did not move
     own = np.ones(D)
     steps = uploads.astype(np.float64) - 0.25
-    lengths = np.linalg.norm(steps, axis=1)
+    lengths = np.maximum(np.linalg.norm(steps, axis=1), 1e-9)
     trust = np.maximum(0, steps @ own / (lengths * np.sqrt(D)))
     wanted = 0.25 + (trust / trust.sum() * np.sqrt(D) / lengths) @ steps
     found, outcome = aggregated(
@@ -133,7 +134,7 @@ def test_fltrust_takes_steps_as_long_as_its_own_by_their_angle() -> None:
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
     weights: Any = outcome.facts["weights"]
-    assert weights["c4"] == weights["c5"] == 0 and outcome.facts["seen"] == 1
+    assert weights["c3"] == weights["c4"] == weights["c5"] == 0 and outcome.facts["seen"] == 1
     kept, outcome = aggregated(
         {"name": "fltrust"}, -abs(uploads) - 1, start=0.25, refiner=AddingRefiner()
     )

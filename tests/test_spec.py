@@ -29,6 +29,7 @@ from fedstrata.common.settings.tables import FORMS
 from fedstrata.common.settings.topology import RESERVED, participants
 from fedstrata.deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
+from tests.refused import tree_of
 
 
 def refusal(tree: dict[str, Any] | str) -> InvalidExperiment:
@@ -175,95 +176,71 @@ def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
 
 # Every key is written out: what could be lost are values of keys that have an effect only beside
 # others.
-CHANGES: list[dict[str, Any]] = [
-    {"seed": 2},
-    {"topology": {"devices": 2}},
-    {"topology": {"institutions": ["a"]}},
-    {"topology": {"devices": ["a"]}},
-    {"stop": {"best": True}},
-    {"model": {"initial": "runs/it"}},
-    {"data": {"dataset": "mnist"}},
-    *({"data": {"dataset": "cifar100"} | more} for more in ({}, {"labels": "coarse"})),
-    *(
-        {"data": {"dataset": "folder", "partition": "natural", "classes": names}}
-        for names in (["a"], ["b"])
-    ),
-    *(
-        {"data": {"dataset": "synthetic", "classes": 2} | more}
-        for more in (
-            {},
-            {"classes": 3},
-            {"image_shape": [1, 8, 8]},
-            {"samples": 1},
-            {"test_samples": 1},
-        )
-    ),
-    *(
-        {"data": {"partition": "dirichlet"} | more}
-        for more in ({}, {"concentration": 0.1}, {"min_samples": 0})
-    ),
-    *(
-        {"data": {"partition": "dirichlet_overlap"} | more}
-        for more in ({}, {"partition_size": 601})
-    ),
-    *({"data": {"partition": "shards"} | more} for more in ({}, {"shards": 3})),
-    *(
-        {"data": {"partition": "institution_shards"} | more}
-        for more in (
-            {},
-            {"within": "shards"},
-            *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)),
-        )
-    ),
-    {"training": {"momentum": 0}},
-    {"training": {"weight_decay": 1e-9}},
-    {"evaluation": {"every": 2}},
-    *({tier: {"aggregation": {"weights": "uniform"}}} for tier in ("cloud", "institution")),
-    {"institution": {"rounds": 2}},
-    {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
-    {"links": {"wan": {"up_mbit": 1}}},
-    {"links": {"lan": {"up_mbit": 1}}},
-    {"links": {"lan": "lte"}},
-    {"links": {"of": {"device-0": "lte"}}},
-    {"links": {"of": {"institution-0": "lte"}}},
-    *(
+CHANGES = """\
+seed = 2
+topology.devices = 2
+topology.institutions = ['a']
+topology.devices = ['a']
+stop.best = true
+model.initial = 'runs/it'
+data.dataset = 'mnist'
+data.dataset = 'cifar100'
+data = {dataset = 'cifar100', labels = 'coarse'}
+data = {dataset = 'folder', partition = 'natural', classes = ['a']}
+data = {dataset = 'folder', partition = 'natural', classes = ['b']}
+data = {dataset = 'synthetic', classes = 2}
+data = {dataset = 'synthetic', classes = 3}
+data = {dataset = 'synthetic', classes = 2, image_shape = [1, 8, 8]}
+data = {dataset = 'synthetic', classes = 2, samples = 1}
+data = {dataset = 'synthetic', classes = 2, test_samples = 1}
+data.partition = 'dirichlet'
+data = {partition = 'dirichlet', concentration = 0.1}
+data = {partition = 'dirichlet', min_samples = 0}
+data.partition = 'dirichlet_overlap'
+data = {partition = 'dirichlet_overlap', partition_size = 601}
+data.partition = 'shards'
+data = {partition = 'shards', shards = 3}
+data.partition = 'institution_shards'
+data = {partition = 'institution_shards', within = 'shards'}
+data = {partition = 'institution_shards', within = 'dirichlet', within_concentration = 1}
+data = {partition = 'institution_shards', within = 'dirichlet', within_concentration = 2}
+training.momentum = 0
+training.weight_decay = 1e-9
+evaluation.every = 2
+cloud.aggregation.weights = 'uniform'
+institution.aggregation.weights = 'uniform'
+institution.rounds = 2
+cloud.aggregation = {name = 'fedcross', alpha = 0.9}
+links.wan.up_mbit = 1
+links.lan.up_mbit = 1
+links.lan = 'lte'
+links.of.device-0 = 'lte'
+links.of.institution-0 = 'lte'
+hardware.of.device-0 = 'raspberry-pi-5'
+hardware.profiles.mine = {}
+adversaries = [{attack = 'scaled', share = 1.0}]
+adversaries = [{attack = 'scaled', share = 1.0, probability = 0.5}]
+institution.privacy = {unit = 'device', noise_multiplier = 1, clip_norm = 1, delta = 0.1}
+institution.privacy = {unit = 'device', noise_multiplier = 1, clip_norm = 1, delta = 0.1, noise = 'seeded'}
+institution.privacy = {unit = 'device', noise_multiplier = 1, clip_norm = 1, delta = 0.1, noise_by = 'parent'}
+institution.privacy = {unit = 'device', noise_multiplier = 1, clip_norm = 1, delta = 0.2}
+institution.privacy = {unit = 'device', noise_multiplier = 1, clip_norm = 1, delta = 0.1, max_epsilon = 9.0}
+"""
+
+
+def changes() -> list[dict[str, Any]]:
+    """Return them, and each rule whose experiment needs no more children."""
+    rules = [
         {tier: {"aggregation": table}}
         for tier in ("cloud", "institution")
         for table in list(LEAST.values())[1:]
-        # which need more children
         if table["name"] not in {*WITH_OBJECTIVE, "median", "geometric_median"}
-    ),
-    {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
-    {"hardware": {"profiles": {"mine": {}}}},
-    *(
-        {"adversaries": [{"attack": "scaled", "share": 1.0} | more]}
-        for more in ({}, {"probability": 0.5})
-    ),
-    *(
-        {
-            "institution": {
-                "privacy": {
-                    "unit": "device",
-                    "noise_multiplier": 1,
-                    "clip_norm": 1,
-                    "delta": 0.1,
-                    **more,
-                }
-            }
-        }
-        for more in (
-            {},
-            {"noise": "seeded"},
-            {"noise_by": "parent"},
-            {"delta": 0.2},
-            {"max_epsilon": 9.0},
-        )
-    ),
-]
+    ]
+    return [*map(tree_of, CHANGES.splitlines()), *rules]
 
 
 def test_the_digest_changes_with_any_value() -> None:
-    digests = [parse({}).digest, *(parse(change).digest for change in CHANGES)]
+    digests = [parse({}).digest, *(parse(change).digest for change in changes())]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert parse({"seed": 1, "rounds": 10}).digest == parse({}).digest  # defaults, said or not
     # a number
@@ -274,43 +251,35 @@ def test_the_digest_changes_with_any_value() -> None:
 
 # Keys of the data that do nothing
 
-USED: dict[str, list[dict[str, Any]]] = {
-    "labels": [{"dataset": "cifar100"}],
-    "classes": [{"dataset": "synthetic"}, {"dataset": "folder", "partition": "natural"}],
-    "image_shape": [{"dataset": "synthetic", "classes": 2}],
-    "samples": [{"dataset": "synthetic", "classes": 2}],
-    "test_samples": [{"dataset": "synthetic", "classes": 2}],
-    "concentration": [
-        {"partition": name} for name in ("dirichlet", "dirichlet_overlap", "institution_dirichlet")
-    ],
-    "shards": [
-        {"partition": "shards"},
-        {"partition": "institution_shards"},
-        {"partition": "institution_dirichlet", "within": "shards"},
-    ],
-    "within": [{"partition": "institution_shards"}, {"partition": "institution_dirichlet"}],
-    "within_concentration": [{"partition": "institution_shards", "within": "dirichlet"}],
-    "min_samples": [
-        {"partition": "dirichlet"},
-        {"partition": "institution_dirichlet"},
-        {"partition": "institution_shards", "within": "dirichlet"},
-    ],
-    "partition_size": [{"partition": "dirichlet_overlap"}],
-}
-GIVEN: dict[str, Any] = {
-    "labels": "fine", "classes": 2, "image_shape": [3, 8, 8], "concentration": 1.0, "within": "iid",
-    "within_concentration": 1.0,
-}  # fmt: skip
+USED = """\
+dataset = 'cifar100'; labels = 'fine'
+dataset = 'synthetic'; classes = 2
+dataset = 'folder'; partition = 'natural'; classes = ['a']
+dataset = 'synthetic'; classes = 2; image_shape = [3, 8, 8]
+dataset = 'synthetic'; classes = 2; samples = 2
+dataset = 'synthetic'; classes = 2; test_samples = 2
+partition = 'dirichlet'; concentration = 1.0
+partition = 'dirichlet_overlap'; concentration = 1.0
+partition = 'institution_dirichlet'; concentration = 1.0
+partition = 'shards'; shards = 2
+partition = 'institution_shards'; shards = 2
+partition = 'institution_dirichlet'; within = 'shards'; shards = 2
+partition = 'institution_shards'; within = 'iid'
+partition = 'institution_dirichlet'; within = 'iid'
+partition = 'institution_shards'; within = 'dirichlet'; within_concentration = 1.0
+partition = 'dirichlet'; min_samples = 2
+partition = 'institution_dirichlet'; min_samples = 2
+partition = 'institution_shards'; within = 'dirichlet'; min_samples = 2
+partition = 'dirichlet_overlap'; partition_size = 2
+"""  # each with its last key
 
 
-@pytest.mark.parametrize("key", USED)
-def test_a_key_of_the_data_that_does_something_is_written_out(key: str) -> None:
-    value = GIVEN.get(key, 2)
-    for tree in USED[key]:
-        data = tree | {key: ["a"] if tree.get("dataset") == "folder" else value}
-        experiment = parse({"data": data})
-        written = json.loads(experiment.to_json())["data"]
-        assert key in written and parse(experiment.to_json()) == experiment
+@pytest.mark.parametrize("line", USED.splitlines())
+def test_a_key_of_the_data_that_does_something_is_written_out(line: str) -> None:
+    data = tree_of(line)
+    experiment = parse({"data": data})
+    assert list(data)[-1] in json.loads(experiment.to_json())["data"]
+    assert parse(experiment.to_json()) == experiment
 
 
 def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:

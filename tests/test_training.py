@@ -29,7 +29,6 @@ from fedstrata.device.training import batches
 from tests.helpers.steps import batches_of
 
 CPU = torch.device("cpu")
-TEXT: dict[str, Any] = {"data": {"dataset": "shakespeare"}, "model": {"name": "char_lstm"}}
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +93,6 @@ def test_rates_written_out() -> None:
     assert rates(Schedule(name="inverse", halving=2, warmup=1), 4) == pytest.approx(
         [0.05, 0.1, 0.1 * 2 / 3, 0.05]
     )
-
-
-def test_text_may_name_no_flip_and_no_crop() -> None:
-    assert parse({**TEXT, "training": {"augmentation": {"flip": False, "crop": 0}}})
 
 
 def test_the_keys_of_sgd_may_stand_in_its_table() -> None:

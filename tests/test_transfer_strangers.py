@@ -29,7 +29,7 @@ from fedstrata.common.protocol.receiver import (
     Receiver,
 )
 from fedstrata.common.protocol.sender import RESTART_S, Sender
-from fedstrata.common.protocol.topics import ALL, ChunkTopic
+from fedstrata.common.protocol.topics import ALL
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
 from tests.helpers.session_lab import CHUNK, names_of
@@ -63,14 +63,6 @@ def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
     assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
     assert one.serve(OWNER) and one.buffer == one.data
     assert one.next_event() == Fetched(OWNER, one.manifest.blob)
-
-
-def test_foreign_chunks_touch_nothing() -> None:
-    one = one_fetch()
-    assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")
-    assert not one.chunk(0, blob="f" * 16) and not one.chunk(0, owner="stranger")
-    assert one.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
-    assert one.next_event() is None and one.to_send() == []
 
 
 def test_damaged_chunks_alone_fail_the_fetch() -> None:
@@ -116,29 +108,6 @@ def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little
     (event,) = line.receivers["device-0"].events
     assert isinstance(event, FetchFailed) and line.now - line.begun < SPOILT_S + REPAIR_MOST_S
     assert len(line.published) <= 7 * 8
-
-
-def test_damage_on_the_way_is_repaired() -> None:
-    line, damaged = Line(20, 2), list[int]()
-    victim = line.receivers["device-1"]
-    inner = victim.core.receive_chunk
-
-    def damage(topic: ChunkTopic, data: bytes, *, now: float) -> bool:
-        if topic.index in (4, 19) and topic.index not in damaged:
-            damaged.append(topic.index)
-            data = data[:-1] + bytes([data[-1] ^ 1])
-        return inner(topic, data, now=now)
-
-    victim.core.receive_chunk = damage  # type: ignore[method-assign, assignment]
-    line.run()
-    assert victim.core.chunks_refused == 2 and len(line.published) == 22
-
-
-def test_a_duplicate_changes_nothing() -> None:
-    one = one_fetch()
-    assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
-    assert one.chunks_refused == 1
-    assert one.buffer[:CHUNK] == one.data[:CHUNK]
 
 
 def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
