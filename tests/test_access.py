@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -44,108 +44,103 @@ LAB_TREE: Final = {
     ],
 }
 LAB: Final = parse(LAB_TREE)
-NAMES: Final = (
-    "operator",
-    "cloud",
-    "institution-0",
-    "institution-1",
-    "device-0",
-    "device-1",
-    "device-2",
-    "device-3",
-)
+NAMES: Final = ("operator", *LAB.parents, "cloud")
 RUN: Final = "fs1/north/20260101T000000Z-aaaaaa"
 BLOB: Final = "0123456789abcdef"
 
+
+def lines(text: str) -> list[list[str]]:
+    """Return the words of each line before its comment."""
+    text = text.strip().replace("RUN", RUN).replace("BLOB", BLOB)
+    return [line.partition("#")[0].split() for line in text.splitlines()]
+
+
 # Who publishes where, as whom nobody may be believed.
-WRITES: Final = (
-    ("device-0", f"{RUN}/device-1/state"),  # the presence of a sibling
-    ("device-0", f"{RUN}/institution-0/state"),
-    ("device-0", f"{RUN}/cloud/state"),
-    ("device-0", f"{RUN}/cloud/spec"),  # another experiment
-    ("device-0", f"{RUN}/institution-0/spec"),
-    ("device-0", f"{RUN}/institution-0/blob/all/{BLOB}/0/1"),  # another model for all
-    ("device-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1"),
-    ("device-0", f"{RUN}/device-1/blob/all/{BLOB}/0/1"),  # a sibling's upload
-    ("device-0", f"{RUN}/cloud/blob/all/{BLOB}/0/1"),
-    ("device-0", f"{RUN}/institution-0/inbox/device-1"),  # a result under a sibling's name
-    ("device-0", f"{RUN}/institution-0/inbox/cloud"),  # a task under the cloud's
-    ("device-0", f"{RUN}/device-1/inbox/institution-0"),
-    ("device-0", f"{RUN}/cloud/inbox/institution-0"),
-    ("device-0", f"{RUN}/device-0/inbox/institution-0"),  # to itself, under its parent's name
-    ("device-0", "fs1/north/ask/institution-0/device-1"),
-    ("device-0", "fs1/north/ask/cloud/cloud"),  # a second cloud
-    ("device-0", "fs1/north/ask/institution-1/device-0"),  # a parent of another branch
-    ("device-0", "fs1/north/ask/all/device-0"),  # a question to all nodes
-    ("device-0", "fs1/north/ask/all/operator"),
-    ("institution-0", "fs1/north/ask/all/institution-0"),
-    ("device-0", f"{RUN}/institution-0/status"),
-    ("institution-0", f"{RUN}/cloud/status"),
-    ("operator", f"{RUN}/cloud/status"),
-    ("device-0", "fs1/north/answer/operator/device-1"),
-    ("device-0", "fs1/south/20260101T000000Z-aaaaaa/device-0/state"),  # another lab
-    ("device-0", "elsewhere"),
-    ("device-0", f"{RUN}/operator/state"),
-    ("institution-0", f"{RUN}/institution-1/state"),
-    ("institution-0", f"{RUN}/cloud/inbox/institution-1"),
-    ("institution-0", f"{RUN}/device-2/inbox/institution-1"),
-    ("institution-0", f"{RUN}/institution-1/blob/all/{BLOB}/0/1"),
-    # an upload of a child of its own
-    ("institution-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1"),
-    ("cloud", f"{RUN}/institution-0/inbox/device-0"),
-    ("cloud", f"{RUN}/institution-0/state"),
-    ("operator", f"{RUN}/cloud/inbox/cloud"),
-    ("operator", f"{RUN}/institution-0/blob/all/{BLOB}/0/1"),
-)
+WRITES: Final = lines("""
+device-0       RUN/device-1/state  # the presence of a sibling
+device-0       RUN/institution-0/state
+device-0       RUN/cloud/state
+device-0       RUN/cloud/spec  # another experiment
+device-0       RUN/institution-0/spec
+device-0       RUN/institution-0/blob/all/BLOB/0/1  # another model for all
+device-0       RUN/institution-0/blob/device-1/BLOB/0/1
+device-0       RUN/device-1/blob/all/BLOB/0/1  # a sibling's upload
+device-0       RUN/cloud/blob/all/BLOB/0/1
+device-0       RUN/institution-0/inbox/device-1  # a result under a sibling's name
+device-0       RUN/institution-0/inbox/cloud  # a task under the cloud's
+device-0       RUN/device-1/inbox/institution-0
+device-0       RUN/cloud/inbox/institution-0
+device-0       RUN/device-0/inbox/institution-0  # to itself, under its parent's name
+device-0       fs1/north/ask/institution-0/device-1
+device-0       fs1/north/ask/cloud/cloud  # a second cloud
+device-0       fs1/north/ask/institution-1/device-0  # a parent of another branch
+device-0       fs1/north/ask/all/device-0  # a question to all nodes
+device-0       fs1/north/ask/all/operator
+institution-0  fs1/north/ask/all/institution-0
+device-0       RUN/institution-0/status
+institution-0  RUN/cloud/status
+operator       RUN/cloud/status
+device-0       fs1/north/answer/operator/device-1
+device-0       fs1/south/20260101T000000Z-aaaaaa/device-0/state  # another lab
+device-0       elsewhere
+device-0       RUN/operator/state
+institution-0  RUN/institution-1/state
+institution-0  RUN/cloud/inbox/institution-1
+institution-0  RUN/device-2/inbox/institution-1
+institution-0  RUN/institution-1/blob/all/BLOB/0/1
+institution-0  RUN/device-0/blob/institution-0/BLOB/0/1  # an upload of a child of its own
+cloud          RUN/institution-0/inbox/device-0
+cloud          RUN/institution-0/state
+operator       RUN/cloud/inbox/cloud
+operator       RUN/institution-0/blob/all/BLOB/0/1
+""")
 # What others publish, and who may not receive it.
-READS: Final = (
-    # the model of another institution
-    ("institution-1", f"{RUN}/institution-1/blob/all/{BLOB}/0/1", "device-0"),
-    ("institution-1", f"{RUN}/institution-1/blob/device-2/{BLOB}/0/1", "device-0"),
-    ("device-1", f"{RUN}/device-1/blob/all/{BLOB}/0/1", "device-0"),  # a sibling's upload
-    ("device-1", f"{RUN}/device-1/blob/institution-0/{BLOB}/0/1", "device-0"),
-    ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "device-0"),
-    # a model for a sibling alone
-    ("institution-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1", "device-0"),
-    ("institution-0", f"{RUN}/device-1/inbox/institution-0", "device-0"),
-    ("device-1", f"{RUN}/institution-0/inbox/device-1", "device-0"),
-    ("institution-0", f"{RUN}/cloud/inbox/institution-0", "device-0"),
-    ("device-1", f"{RUN}/device-1/state", "device-0"),
-    ("device-2", f"{RUN}/device-2/state", "device-0"),
-    ("cloud", f"{RUN}/cloud/state", "device-0"),
-    ("cloud", f"{RUN}/cloud/spec", "device-0"),
-    ("device-2", f"{RUN}/device-2/blob/institution-1/{BLOB}/0/1", "institution-0"),
-    ("device-2", f"{RUN}/institution-1/inbox/device-2", "institution-0"),
-    ("institution-1", f"{RUN}/institution-1/spec", "institution-0"),
-    ("device-0", "fs1/north/answer/cloud/device-0", "institution-0"),
-    ("institution-1", f"{RUN}/institution-1/status", "institution-0"),
-    ("cloud", f"{RUN}/cloud/status", "device-0"),
-)
-ALLOWED: Final = (
-    ("device-0", f"{RUN}/device-0/state", "institution-0"),
-    ("device-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1", "institution-0"),
-    ("device-0", f"{RUN}/device-0/blob/all/{BLOB}/0/1", "institution-0"),
-    ("device-0", f"{RUN}/institution-0/inbox/device-0", "institution-0"),
-    ("device-0", "fs1/north/ask/institution-0/device-0", "institution-0"),
-    ("device-0", "fs1/north/answer/operator/device-0", "operator"),
-    ("institution-0", f"{RUN}/institution-0/spec", "device-0"),
-    ("institution-0", f"{RUN}/institution-0/blob/all/{BLOB}/0/1", "device-1"),
-    ("institution-0", f"{RUN}/institution-0/blob/device-0/{BLOB}/0/1", "device-0"),
-    ("institution-0", f"{RUN}/device-0/inbox/institution-0", "device-0"),
-    ("institution-0", f"{RUN}/institution-0/state", "cloud"),
-    ("institution-0", f"{RUN}/cloud/inbox/institution-0", "cloud"),
-    ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "institution-1"),
-    ("cloud", "fs1/north/ask/cloud/cloud", "cloud"),
-    ("device-0", "fs1/north/ask/device-0/device-0", "device-0"),
-    ("device-0", "fs1/north/answer/device-0/device-0", "device-0"),
-    ("cloud", "fs1/north/ask/all/cloud", "device-3"),
-    ("operator", "fs1/north/ask/all/operator", "institution-1"),
-    ("operator", "fs1/north/ask/cloud/operator", "cloud"),
-    ("operator", "fs1/north/ask/institution-1/operator", "institution-1"),
-    ("cloud", f"{RUN}/cloud/status", "operator"),
-    ("institution-1", f"{RUN}/institution-1/status", "operator"),
-    ("institution-1", f"{RUN}/device-2/inbox/institution-1", "operator"),
-)
+READS: Final = lines("""
+institution-1  RUN/institution-1/blob/all/BLOB/0/1       device-0  # the model of another institution
+institution-1  RUN/institution-1/blob/device-2/BLOB/0/1  device-0
+device-1       RUN/device-1/blob/all/BLOB/0/1            device-0  # a sibling's upload
+device-1       RUN/device-1/blob/institution-0/BLOB/0/1  device-0
+cloud          RUN/cloud/blob/all/BLOB/0/1               device-0
+institution-0  RUN/institution-0/blob/device-1/BLOB/0/1  device-0  # a model for a sibling alone
+institution-0  RUN/device-1/inbox/institution-0          device-0
+device-1       RUN/institution-0/inbox/device-1          device-0
+institution-0  RUN/cloud/inbox/institution-0             device-0
+device-1       RUN/device-1/state                        device-0
+device-2       RUN/device-2/state                        device-0
+cloud          RUN/cloud/state                           device-0
+cloud          RUN/cloud/spec                            device-0
+device-2       RUN/device-2/blob/institution-1/BLOB/0/1  institution-0
+device-2       RUN/institution-1/inbox/device-2          institution-0
+institution-1  RUN/institution-1/spec                    institution-0
+device-0       fs1/north/answer/cloud/device-0           institution-0
+institution-1  RUN/institution-1/status                  institution-0
+cloud          RUN/cloud/status                          device-0
+""")
+ALLOWED: Final = lines("""
+device-0       RUN/device-0/state                        institution-0
+device-0       RUN/device-0/blob/institution-0/BLOB/0/1  institution-0
+device-0       RUN/device-0/blob/all/BLOB/0/1            institution-0
+device-0       RUN/institution-0/inbox/device-0          institution-0
+device-0       fs1/north/ask/institution-0/device-0      institution-0
+device-0       fs1/north/answer/operator/device-0        operator
+institution-0  RUN/institution-0/spec                    device-0
+institution-0  RUN/institution-0/blob/all/BLOB/0/1       device-1
+institution-0  RUN/institution-0/blob/device-0/BLOB/0/1  device-0
+institution-0  RUN/device-0/inbox/institution-0          device-0
+institution-0  RUN/institution-0/state                   cloud
+institution-0  RUN/cloud/inbox/institution-0             cloud
+cloud          RUN/cloud/blob/all/BLOB/0/1               institution-1
+cloud          fs1/north/ask/cloud/cloud                 cloud
+device-0       fs1/north/ask/device-0/device-0           device-0
+device-0       fs1/north/answer/device-0/device-0        device-0
+cloud          fs1/north/ask/all/cloud                   device-3
+operator       fs1/north/ask/all/operator                institution-1
+operator       fs1/north/ask/cloud/operator              cloud
+operator       fs1/north/ask/institution-1/operator      institution-1
+cloud          RUN/cloud/status                          operator
+institution-1  RUN/institution-1/status                  operator
+institution-1  RUN/device-2/inbox/institution-1          operator
+""")
 
 
 class Members:
@@ -165,7 +160,7 @@ class Members:
         }
         self.all = {name: PlainClient(address) for name, address in self.address.items()}
 
-    def publish(self, messages: Iterable[tuple[str, str]]) -> None:
+    def publish(self, messages: Iterable[Sequence[str]]) -> None:
         """Publish on topics, each by its publisher, and wait until all was delivered."""
         by_publisher: dict[str, dict[str, None]] = {}
         for publisher, topic in messages:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ from fedstrata.device.training.arrays import ArrayTrainers
 from tests.helpers.commands import fedstrata, folder_in, table, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
+from tests.refused import KEPT
 from tests.test_damage import trained
 
 # A client of a Flower app, with a place for each oddity: `HOW` of the environment, in Python.
@@ -145,248 +147,21 @@ TRAINER: Final = {
     "evaluate_fn": "app:evaluate_fn",
 }
 CLIENT: Final = "training.trainer.client_fn = 'app:client_fn': "
-ASYNC: Final = "async def later(found):\n    await asyncio.sleep(0)\n    return found"
 
-# What is odd, and a part of the warning, "" for none: the model is that of the plain app.
-SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
-    "33 metrics": (
-        {"returns": "arrays, samples, {**{f'm{i}': i for i in range(33)}, **metrics}"},
-        "fit returns numbers that are not kept: m32 is beyond the first 32, and 1 more",
-    ),
-    "a log of anything": (
-        {
-            "returns": (
-                "arrays, samples, {**metrics, 'l': [1], 's': 'x', 'n': None, 'a': "
-                "np.zeros(3), 3: 4}"
-            )
-        },
-        "l is a list of 1, no number, and 4 more",
-    ),
-    "no log": ({"returns": "arrays, samples, None"}, ""),
-    "a list as a log": ({"returns": "arrays, samples, [1, 2]"}, "it is a list of 2, not a dict"),
-    "a loss of no dimension": ({"returns": "arrays, samples, {'train_loss': np.array(0.5)}"}, ""),
-    "a loss that is a list": (
-        {"returns": "arrays, samples, {'loss': [1.0]}"},
-        "returns loss = a list of 1",
-    ),
-    "a loss that is NaN": (
-        {"returns": "arrays, samples, {'loss': float('nan')}"},
-        "returns loss = nan",
-    ),
-    "a step that is none": ({"returns": "arrays, samples, {**metrics, 'steps': 10**9}"}, ""),
-    "float64 up": (
-        {"returns": "[arrays[0].astype(float), arrays[1]], samples, metrics"},
-        "fit returns array 0 as float64: it is exchanged as float32",
-    ),
-    "float64 both ways": (
-        {
-            "initial": "[arrays[0].astype(float), arrays[1]]",
-            "fit": "assert parameters[0].dtype == float",
-            "returns": (
-                "[each.astype(parameters[i].dtype) for i, each in enumerate(arrays)], "
-                "samples, metrics"
-            ),
-        },
-        "it returns array 0 as float64: it is exchanged as float32",
-    ),
-    "int32 counters": (
-        {"returns": "[arrays[0], np.int32(arrays[1])], samples, metrics"},
-        "array 1 as int32",
-    ),
-    "a count that is a float": ({"returns": "arrays, float(samples), metrics"}, ""),
-    "a count of numpy's": ({"returns": "arrays, np.int32(samples), metrics"}, ""),
-    "a list in place of a tuple": ({"returns": "[arrays, samples, metrics]"}, ""),
-    "arrays in a tuple": ({"returns": "tuple(arrays), samples, metrics"}, ""),
-    "no tests on some devices": ({"evaluate": "loss, 0, {}"}, ""),
-    "no evaluation on some devices": ({"evaluate": "None"}, ""),
-    "a decorated fit": (
-        {
-            "head": "def any_of(f):\n    return lambda *args: f(*args)",
-            "made": "client.fit = any_of(client.fit)",
-        },
-        "",
-    ),
-    "asyncio.run in fit": ({"head": ASYNC, "fit": "arrays = asyncio.run(later(arrays))"}, ""),
-    "asyncio.run in client_fn": (
-        {"head": ASYNC, "client_fn": "asyncio.run(later(client(context)))"},
-        "",
-    ),
-    "asyncio.run in evaluate_fn, and no score in a round": (
-        {"head": ASYNC, "evaluate_fn": "asyncio.run(later(None if server_round == 2 else found))"},
-        "",
-    ),
-    "an event loop of its own": ({"head": ASYNC, "fit": "asyncio.new_event_loop().close()"}, ""),
-    "another folder": ({"fit": "os.chdir('/')"}, ""),
-    "a folder that is gone": (
-        {
-            "fit": (
-                "os.makedirs(d := f'/tmp/gone-{os.getpid()}', exist_ok=True); os.chdir(d); "
-                "shutil.rmtree(d)"
-            )
-        },
-        "",
-    ),
-    "no standard output": ({"fit": "os.close(1)"}, ""),
-    "no standard streams": ({"fit": "sys.stdout = sys.stderr = None"}, ""),
-    "much output": ({"fit": "print('x' * 100_000)"}, ""),
-    "no rights for its files": ({"fit": "os.umask(0o777)"}, ""),
-    "a shallow stack": ({"fit": "sys.setrecursionlimit(150)"}, ""),
-    "a fork": ({"fit": "os.fork()"}, ""),
-    "a fork that fails": ({"fit": "if os.fork() == 0: raise ValueError('child')"}, ""),
-    "a thread that goes on": (
-        {"fit": "threading.Thread(target=time.sleep, args=(0.2,)).start()"},
-        "",
-    ),
-    "another seed": ({"fit": "random.seed(1); np.random.seed(1)"}, ""),
-    "no environment": ({"fit": "os.environ.clear()"}, ""),
-    "a signal that is called off": (
-        {"fit": "threading.main_thread() is threading.current_thread() and signal.alarm(0)"},
-        "",
-    ),
-    "sockets without patience": ({"fit": "socket.setdefaulttimeout(1e-9)"}, ""),
-    "numpy that raises": ({"fit": "np.seterr(all='raise')"}, ""),
-    "no module of its own": ({"fit": "sys.modules.pop('app', None)"}, ""),
-}
-# What is odd, and the one line.
-ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
-    "another shape": (
-        {"returns": "[arrays[0].T, arrays[1]], samples, metrics"},
-        CLIENT
-        + (
-            r"fit returns array 0 as float32 \[4, 3\], the model has \[3, 4\] \(device-\d\). "
-            r"Return "
-            r"arrays as"
-        ),
-    ),
-    "an array less": (
-        {"returns": "arrays[:1], samples, metrics"},
-        CLIENT + r"fit returns no array 1; the model has 2 arrays",
-    ),
-    "an array more": (
-        {"returns": "[*arrays, arrays[0]], samples, metrics"},
-        CLIENT + r"fit returns array 2, which `initial`",
-    ),
-    "text as an array": (
-        {"returns": "['x', arrays[1]], samples, metrics"},
-        CLIENT + r"fit returns array 0 as <U1",
-    ),
-    "complex numbers": (
-        {"returns": "[arrays[0] * 1j, arrays[1]], samples, metrics"},
-        CLIENT + "fit returns array 0 as complex",
-    ),
-    "ragged arrays": (
-        {"returns": "[[[1], [1, 2]], arrays[1]], samples, metrics"},
-        CLIENT + r"fails on device-\d with ValueError",
-    ),
-    "a dict of arrays": (
-        {"returns": "dict(enumerate(arrays)), samples, metrics"},
-        CLIENT + "fit returns a dict of 2 as its arrays",
-    ),
-    "one array": (
-        {"returns": "arrays[0], samples, metrics"},
-        CLIENT + r"fit returns ndarray float32 \[3, 4\] as its arrays",
-    ),
-    "arrays alone": (
-        {"returns": "arrays"},
-        CLIENT + r"fit returns a list of 2 \(device-\d\). Return the arrays, the number of",
-    ),
-    "nothing": (
-        {"returns": "None"},
-        CLIENT + r"fit returns None \(device-\d\). Return the arrays, the number of samples",
-    ),
-    "infinite arrays": (
-        {"returns": "[arrays[0] / np.float32(0), arrays[1]], samples, metrics"},
-        CLIENT + "fit returns a model whose",
-    ),
-    "half a sample": (
-        {"returns": "arrays, 10.5, metrics"},
-        CLIENT + r"fit returns samples = 10.5 \(device-\d\). Return a whole number",
-    ),
-    "samples below none": (
-        {"returns": "arrays, -1, metrics"},
-        CLIENT + r"fit returns samples = -1",
-    ),
-    "an async fit": (
-        {"made": "client.fit = later", "head": "async def later(*_):\n    return None"},
-        CLIENT + "fit is `async`",
-    ),
-    "client_fn of nothing": (
-        {"client_fn": "None"},
-        CLIENT + r"it returns None, which has no fit \(device-\d\)\. Return a NumPyClient",
-    ),
-    "client_fn of a class": (
-        {"client_fn": "sys.modules['app'].FlowerClient"},
-        CLIENT + "it returns the class FlowerClient",
-    ),
-    "an async client_fn": (
-        {"head": ASYNC, "client_fn": "later(client(context))"},
-        CLIENT + "it is `async`",
-    ),
-    "an app in place of client_fn": (
-        {"client_fn": "app"},
-        (
-            r"training.trainer.client_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name "
-            r"the "
-            r"function"
-        ),
-    ),
-    "an app in place of evaluate_fn": (
-        {"evaluate_fn": "app"},
-        (
-            r"training.trainer.evaluate_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name "
-            r"the "
-            r"function"
-        ),
-    ),
-    "initial of nothing": (
-        {"initial": "None"},
-        r"training.trainer.initial = 'app:initial': it returns None as its arrays",
-    ),
-    "initial that fails": (
-        {"initial": "1 / 0"},
-        r"training.trainer.initial = 'app:initial': fails with ZeroDivisionError: division by zero",
-    ),
-    "evaluate_fn that fails": (
-        {"evaluate_fn": "1 / 0"},
-        r"training.trainer.evaluate_fn = 'app:evaluate_fn': fails with ZeroDivisionError",
-    ),
-    "evaluate_fn without a score": (
-        {"evaluate_fn": "(1.0, {})"},
-        r"training.trainer.evaluate_fn = 'app:evaluate_fn': it returns no accuracy or score",
-    ),
-    "evaluate_fn of one number": (
-        {"evaluate_fn": "1.0"},
-        r"training.trainer.evaluate_fn = 'app:evaluate_fn': it returns 1.0. Return the loss and",
-    ),
-    "evaluate without a score": (
-        {"evaluate": "loss, samples, {}"},
-        CLIENT + "evaluate returns no accuracy or score",
-    ),
-    "an exit": (
-        {"fit": "sys.exit(3)"},
-        CLIENT + r"fails on device-\d with SystemExit: 3, in FlowerClient.fit",
-    ),
-    "an exit at once": (
-        {"fit": "os._exit(0)"},
-        CLIENT + r"fails on device-\d with ProcessExit: os._exit\(0\), in FlowerClient.fit",
-    ),
-    "an interruption": (
-        {"fit": "raise GeneratorExit"},
-        CLIENT + r"fails on device-\d with GeneratorExit",
-    ),
-    "an endless recursion": (
-        {"fit": "fit(client, parameters, config, found)"},
-        CLIENT + r"fails on device-\d with RecursionError",
-    ),
-    "no memory": ({"fit": "bytearray(1 << 60)"}, CLIENT + r"fails on device-\d with .*MemoryError"),
-    "an error without a text": (
-        {
-            "head": "class E(Exception):\n    def __str__(self):\n        raise ValueError",
-            "fit": "raise E",
-        },
-        CLIENT + r"fails on device-\d with E",
-    ),
-}
+ODD: Final = tomllib.loads((KEPT / "clients.toml").read_text(encoding="utf-8"))
+
+
+def kinds(outcome: str, text: str) -> dict[str, tuple[dict[str, str], str]]:
+    """Return what is odd, and what comes of it, "" for nothing."""
+    found = {}
+    for kind, places in ODD[outcome].items():
+        what = places.pop(text, "").replace("CLIENT", CLIENT)
+        found[kind] = (places, what)
+    return found
+
+
+SAME: Final = kinds("same", "warning")
+ENDS: Final = kinds("ends", "problem")
 
 
 def write_app(home: Path) -> None:
