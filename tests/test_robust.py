@@ -73,6 +73,21 @@ def test_shares_are_of_decimal_numbers(hundredths: int, count: int) -> None:
     assert hundredths * least >= 100 > hundredths * (least - 1)
 
 
+NULL: Final[dict[str, dict[str, Any]]] = {
+    "trimmed_mean": {"trim": 0.0},
+    "bulyan": {"wrong": 0},
+    "centred_clipping": {"radius": 1e9},
+    "fltrust": {"epochs": 0},
+}
+
+
+@pytest.mark.parametrize("name", NULL)
+def test_the_null_setting_is_the_uniform_mean(name: str) -> None:
+    uploads = models(7)
+    found, _ = aggregated({"name": name, **NULL[name]}, uploads)
+    np.testing.assert_allclose(found, uploads.mean(axis=0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("count", "wrong", "keep"), [(5, 1, 1), (7, 2, 3), (11, 4, 2)])
 def test_krum_chooses_by_its_formula(count: int, wrong: int, keep: int) -> None:
     uploads = models(count)

@@ -178,14 +178,10 @@ CASES: Final[dict[str, Case]] = {
     "clusamp l1": ({"distance": "l1"}, clusamp, {}),
     "median": ({}, median, {}),
     "trimmed_mean": ({"trim": 0.34}, trimmed_mean, {}),
-    "trimmed_mean null": ({"trim": 0.0}, UNIFORM, {}),
-    "bulyan null": ({"wrong": 0}, UNIFORM, {}),
     "geometric_median": ({}, geometric_median("uniform"), {}),
     "geometric_median data": ({"weights": "data"}, geometric_median("data"), {}),
     "centred_clipping": ({}, centred_clipping(None), {}),
     "centred_clipping radius": ({"radius": 0.01}, centred_clipping(0.01), {}),
-    "centred_clipping null": ({"radius": 1e9}, UNIFORM, {}),
-    "fltrust null": ({"epochs": 0}, UNIFORM, {}),
     "foolsgold": ({}, foolsgold, {}),
 }
 
