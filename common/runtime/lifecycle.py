@@ -291,8 +291,8 @@ class _ParentState:
         )
 
     async def over(self) -> bool:
-        """Return whether the run has ended: a living parent says so if another has sent this
-        state.
+        """Return whether the run has ended: if another has sent this state, a living parent
+        answers.
         """
         if self.ended:
             asking = self.client.ask(
