@@ -54,10 +54,13 @@ def played(tmp_path: Path, make_run: Callable[..., Path]) -> Callable[[int], Run
         rows.append(trained(1, "device-1", ROUND_S))
         (path / "devices.csv").write_text(to_csv(rows, header=True))
         half = round(0.5e6 * rounds * ROUND_S)
-        link = LinkRecord(
-            tier="lan", from_="device-0", to="institution-0", kind="all", message_bytes=half
-        )
-        (path / "links.csv").write_text(to_csv([link], header=True))
+        links = [
+            LinkRecord(
+                tier="lan", from_=name, to="institution-0", kind="all", message_bytes=half // share
+            )
+            for share, name in enumerate(("device-1", "device-0"), 1)
+        ]
+        (path / "links.csv").write_text(to_csv(links, header=True))
         return Run(path)
 
     return play
@@ -93,9 +96,16 @@ def test_many_rounds_are_drawn_several_as_one(played: Callable[[int], Run]) -> N
     assert "global round 250: trained 50 %" in found[83]
 
 
-def test_a_link_is_busy_while_its_bytes_pass_at_its_rate(played: Callable[[int], Run]) -> None:
-    (row,) = waiting.links(played(3)).rows
-    assert row == ("device-0", "institution-0", pytest.approx(50, rel=1e-6))
+def test_a_link_is_busy_while_its_bytes_pass_at_its_rate(
+    played: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = played(3)
+    both = [("device-1", 50), ("device-0", 25)]  # the busiest first
+    rows = [(name, "institution-0", pytest.approx(busy, rel=1e-6)) for name, busy in both]
+    assert waiting.links(run).rows == rows
+    monkeypatch.setattr(waiting, "LINKS_MOST", 1)
+    table = waiting.links(run)
+    assert table.rows == rows[:1] and "the busiest 1 of 2" in table.title
 
 
 def test_without_a_network_there_are_no_lanes(played: Callable[[int], Run]) -> None:

@@ -18,6 +18,7 @@ from fedstrata.deploy.results.maps import ROW, spaced
 from fedstrata.deploy.results.run import Run, seconds_of
 
 LANES_MOST: Final = 60
+LINKS_MOST: Final = 300  # directions in the table
 CELLS_MOST: Final = 120  # of a lane: more global rounds are drawn several as one
 COLOUR: Final = "s0"
 FAINTEST: Final = 0.06  # the opacity of no training at all
@@ -134,5 +135,8 @@ def links(run: Run) -> Table:
             if count and rate and run.seconds:
                 rows.append((begin, end, 100 * count / rate / run.seconds))
     rows.sort(key=itemgetter(2), reverse=True)
+    title = f"Busy links, {run.ending}"
+    if len(rows) > LINKS_MOST:
+        title += f": the busiest {LINKS_MOST} of {len(rows)} directions"
     columns = [Column("from", text=True), Column("to", text=True), Column("busy", "%")]
-    return Table(run.file_name("busy"), f"Busy links, {run.ending}", columns, rows)
+    return Table(run.file_name("busy"), title, columns, rows[:LINKS_MOST])
