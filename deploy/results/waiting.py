@@ -67,6 +67,7 @@ def lanes(run: Run) -> Figure | None:
         return None
     shown = spaced(list(trained), LANES_MOST)
     cells = spans(run)
+    whole = Span(cells[0].first, cells[-1].last, 0.0, cells[-1].end_s)
     names = [clean(node.partition("/")[2]) for node in shown]
     boxes = []
     for lane, node in enumerate(shown):
@@ -83,18 +84,18 @@ def lanes(run: Run) -> Figure | None:
         canvas = Canvas(COLUMN, ROW * len(shown) + BELOW)
         axes = canvas.axes()
         canvas.place(axes, left=left, top=0, right=6 * LETTER, bottom=BELOW)
-        end_s = cells[-1].end_s
-        axes.set(xlim=(0, end_s), ylim=(len(shown) - 0.5, -0.5), xlabel=seconds_of([run]))
+        axes.set(xlim=(0, whole.end_s), ylim=(len(shown) - 0.5, -0.5), xlabel=seconds_of([run]))
         axes.set_yticks(range(len(shown)), names)
         canvas.boxes(axes, boxes)
         for lane, node in enumerate(shown):
-            axes.text(1.01 * end_s, lane, f"{100 * _whole(run, trained[node]):.0f} %", va="center")
+            share = _share(trained[node], whole)
+            axes.text(1.01 * whole.end_s, lane, f"{100 * share:.0f} %", va="center")
         return canvas
 
     title = f"Who trained when, {run.ending}"
     if len(shown) < len(trained):
         title += f": {len(shown)} of {len(trained)} devices, evenly spaced"
-    return Figure(run.file_name("waiting"), title, TEXT, draw, _devices(run, trained, shown))
+    return Figure(run.file_name("waiting"), title, TEXT, draw, _devices(run, trained, shown, whole))
 
 
 def _share(trained: Mapping[int, float], cell: Span) -> float:
@@ -102,15 +103,13 @@ def _share(trained: Mapping[int, float], cell: Span) -> float:
     return min(1.0, seconds / max(cell.end_s - cell.begin_s, 1e-9))
 
 
-def _whole(run: Run, trained: Mapping[int, float]) -> float:
-    return min(1.0, fsum(trained.values()) / max(run.seconds, 1e-9))
-
-
-def _devices(run: Run, trained: Mapping[str, Mapping[int, float]], shown: Sequence[str]) -> Table:
+def _devices(
+    run: Run, trained: Mapping[str, Mapping[int, float]], shown: Sequence[str], whole: Span
+) -> Table:
     """Return the numbers of the picture: of the whole run."""
     rows: list[Sequence[Cell]] = []
     for node in shown:
-        share = _whole(run, trained[node])
+        share = _share(trained[node], whole)
         rows.append((node, len(trained[node]), fsum(trained[node].values()), 100 * share))
     columns = [
         Column("device", text=True),
