@@ -84,14 +84,13 @@ class LongLab:
         server, card = self.clocks
         of_board = card.words(PROGRAM, "device", *self._devices("device-2", "device-3"))
         institution = ("institution", "--name", "institution-0", *self._where)
-        self._words = {
+        words = {
             "broker": command("broker", "--port", str(port)),
             "institution": server.words(*command(*institution, stay=True)),
             "native devices": command("device", *self._devices("device-0", "device-1"), stay=True),
             "board": board.words(*of_board),
         }
-        self.services = {name: self._start(name, words) for name, words in self._words.items()}
-        self.written = dict.fromkeys(self.services, 0.0)
+        self.services = {name: self._start(name, own) for name, own in words.items()}
 
     def _devices(self, *names: str) -> list[str]:
         named = [word for name in names for word in ("--name", name)]
