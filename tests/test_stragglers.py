@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fedstrata.cloud.records import DeviceRecord, to_csv
+from fedstrata.cloud.records import to_csv
 from fedstrata.cloud.run_folder import RunFolder
-from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.stragglers import straggler_note
+from tests.helpers.records import a_device
 
 PIS = {"device-0": 2.0, "device-1": 2.2, "device-2": 1.8, "device-3": 20.0}
 
@@ -30,18 +30,13 @@ def ran(
     """Leave a run of two global rounds, in which each device trained for so long; return its id."""
     folder = RunFolder.create(root, experiment)
     rows = [
-        DeviceRecord(
-            global_round=global_round,
-            node=f"cloud/{device}",
-            samples=100,
-            local_rounds=1,
+        a_device(
+            global_round,
+            f"cloud/{device}",
             epochs=2,
             sgd_steps=20,
-            loss=1.0,
             train_s=seconds,
-            wait_s=0.0,
             pause_s=pause_s if device == "device-0" else 0.0,
-            path=TrainingPath.IN_PROCESS,
         )
         for global_round in range(2)
         for device, seconds in train_s.items()

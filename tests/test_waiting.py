@@ -8,35 +8,19 @@ from typing import Any
 
 import pytest
 
-from fedstrata.cloud.records import DeviceRecord, LinkRecord, to_csv
-from fedstrata.common.accounting.work import NO_WORK
+from fedstrata.cloud.records import LinkRecord, to_csv
 from fedstrata.deploy.results import waiting
 from fedstrata.deploy.results.run import Run
 from tests.helpers.figures import boxes_of, drawn, texts, tooltips
-from tests.helpers.records import PHASES_S
+from tests.helpers.records import PHASES_S, a_device
 
 ROUND_S = sum(PHASES_S.values())
+HOME = "cloud/institution-0"
 TREE: dict[str, Any] = {
     "rounds": 250,
     "topology": {"institutions": 1, "devices": 2},
     "links": {"lan": {"up_mbit": 8.0, "down_mbit": 8.0, "delay_ms": 5.0}},
 }
-
-
-def trained(number: int, device: str, seconds: float, pause_s: float = 0.0) -> DeviceRecord:
-    return DeviceRecord(
-        global_round=number,
-        node=f"cloud/institution-0/{device}",
-        samples=1,
-        local_rounds=1,
-        epochs=1,
-        sgd_steps=1,
-        loss=None,
-        train_s=seconds,
-        wait_s=0.0,
-        pause_s=pause_s,
-        path=NO_WORK.path,
-    )
 
 
 @pytest.fixture
@@ -48,10 +32,10 @@ def played(tmp_path: Path, make_run: Callable[..., Path]) -> Callable[[int], Run
     def play(rounds: int) -> Run:
         path = make_run(tmp_path, TREE, accuracies=[0.5] * rounds)
         rows = [
-            trained(number, "device-0", 0.4 * ROUND_S, 0.1 * ROUND_S)
+            a_device(number, f"{HOME}/device-0", train_s=0.4 * ROUND_S, pause_s=0.1 * ROUND_S)
             for number in range(1, 1 + rounds)
         ]
-        rows.append(trained(1, "device-1", ROUND_S))
+        rows.append(a_device(1, f"{HOME}/device-1", train_s=ROUND_S))
         (path / "devices.csv").write_text(to_csv(rows, header=True))
         half = round(0.5e6 * rounds * ROUND_S)
         links = [

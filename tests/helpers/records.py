@@ -1,4 +1,4 @@
-"""Records of global rounds that nobody trained."""
+"""Records of global rounds and of devices that nobody trained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord
 from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.protocol.messages import Result
 from fedstrata.common.runtime.round import WorkResult
 
@@ -46,6 +47,26 @@ def a_global_round(
         omega=dict.fromkeys(names),
         spread={},
     )
+
+
+def a_device(global_round: int, node: str, **more: Any) -> DeviceRecord:
+    """Return a device's row of devices.csv: one local round of a step, with other columns as
+    given.
+    """
+    row = DeviceRecord(
+        global_round=global_round,
+        node=node,
+        samples=1,
+        local_rounds=1,
+        epochs=1,
+        sgd_steps=1,
+        loss=None,
+        train_s=0.0,
+        wait_s=0.0,
+        pause_s=0.0,
+        path=TrainingPath.IN_PROCESS,
+    )
+    return replace(row, **more)
 
 
 def with_work(reported: _Reported, **changes: Any) -> _Reported:
