@@ -226,6 +226,22 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
     assert found.ended[CLOUD] == found.ended["device-0"] == "" and len(found.rounds) == 3
 
 
+@pytest.mark.parametrize(
+    ("leaves_s", "lost_s", "gone_s"), [(2.01, 4.5, 30.0), (2.01, 4.5, 1000.0), (3.26, 4.05, 1000.0)]
+)
+def test_a_round_of_a_lost_device_begins_again_with_one_that_its_trace_brings_back(
+    leaves_s: float, lost_s: float, gone_s: float
+) -> None:
+    """The cloud has the same patience as the institution, which it must not give up meanwhile.
+
+    The lost one may be back before the other one: this round does not count on it again.
+    """
+    least = {"rounds": 2, "min_available": 1, "start_wait_s": 1.0}
+    lose = restarted("device-1", lost_s, for_s=gone_s)
+    found = run({"device-0": [0, leaves_s, 60]}, institution=least, scenario=lose)
+    assert 60 < found.virtual_s < 75 and len(found.rounds) == 3
+
+
 def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
     found = run({"device-0": [0, 3]}, ok=False)
     assert not found.ok

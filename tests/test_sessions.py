@@ -212,6 +212,25 @@ def test_a_strangers_presence_changes_no_count_of_samples(joined: bool) -> None:
         assert samples == {"device-0": 10}
 
 
+def test_the_wait_for_a_lost_child_is_progress_once_so_its_parents_parent_waits_longer() -> None:
+    lab = settled(1)
+    lab.open()
+    lab.rest(0.5)
+    lab.kill()
+    session = lab.parent.session
+    idle_s = session.link.transfer.idle_s
+    lab.rest(1.0)
+    moves, killed = session.moves.count, lab.now
+    lab.until(lambda: session.moves.count > moves, within_s=idle_s)
+    vouched_s = lab.now - killed
+    assert session.moves.count == moves + 1 and idle_s / 4 < vouched_s <= idle_s / 2
+    lab.until(lambda: not session.coordinator.is_open, within_s=idle_s)
+    # a round that was given up is progress, too: it may begin again without the lost one
+    assert session.moves.count == moves + 2 and lab.now - killed >= vouched_s + idle_s / 4
+    lab.rest(4 * idle_s)
+    assert session.moves.count == moves + 3  # it is no heartbeat: a wait has its end
+
+
 # The remains of the dead
 
 

@@ -21,6 +21,7 @@ AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 LOOK_S: Final = 1.0
 LOOKS: Final = 4
+VOUCHED: Final = 0.5  # of `idle_s`, after which a wait for a child counts as progress, once
 # without a change, before a report: devices that join together are in one message
 REPORT_S: Final = 1.0
 # after the first change; each report goes to all children, as part of the presence
@@ -223,6 +224,34 @@ class Attendance:
                     "has not joined yet" if name not in self.last else "was lost, or left"
                 )
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
+
+
+class ProgressBelow:
+    """Progress below a node, as it reports it to its own parent.
+
+    Its wait for a child counts as progress once, after half of `idle_s` without any. Its parent has
+    the same patience, which would else end first where a lost child was the last that moved.
+    """
+
+    def __init__(self, *, idle_s: float) -> None:
+        self.count = 0  # grows with any progress
+        self.due = inf
+        self._vouched_s = VOUCHED * idle_s
+
+    def note(self, now: float) -> None:
+        """Note progress, or a reason to wait without any."""
+        self.count += 1
+        self.vouch_later(now)
+
+    def vouch_later(self, now: float) -> None:
+        """Let the wait for the children begin anew."""
+        self.due = now + self._vouched_s
+
+    def tick(self, now: float) -> None:
+        """Count the wait, if it is due."""
+        if now >= self.due:
+            self.due = inf
+            self.count += 1
 
 
 class AwayWatch:

@@ -29,7 +29,13 @@ from fedstrata.common.protocol.arrivals import (
     Received,
     Sought,
 )
-from fedstrata.common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
+from fedstrata.common.protocol.attendance import (
+    Attendance,
+    AwayWatch,
+    ProgressBelow,
+    Readiness,
+    Targets,
+)
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import (
     BlobFetched,
@@ -79,7 +85,7 @@ from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.places import Places
 from fedstrata.common.protocol.presence import Identity, StateFacts
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
-from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
+from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted, Stalled
 from fedstrata.common.protocol.status import RunProgress, status_of
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSet
@@ -130,7 +136,7 @@ class ParentSession:
         self.samples = self.attendance.samples
         self.farewells = self.attendance.farewells
         self.rates: dict[str, float] = {}
-        self.moves = 0
+        self.moves = ProgressBelow(idle_s=transfer.idle_s)
         self.frozen: FrozenForm | None = None  # the run's frozen arrays
         self._form: ModelForm | None = None
         self._pending: dict[tuple[str, str], Result] = {}
@@ -349,6 +355,7 @@ class ParentSession:
         inboxes = [*map(own.inbox_from, self.link.peers), topics.ask(own.lab, own.name, "+")]
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
+        self.moves.vouch_later(now)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""
@@ -367,10 +374,12 @@ class ParentSession:
             self._presence(Proven(peer, self.link.proofs.session(peer), lost), now)
         if self.link.up:
             self.coordinator.tick(now)
+            self.moves.tick(now)
         if now >= self._absence.due:
             away, all_away = self.coordinator.away(now)
-            # waiting for them does not count as idle, whoever else is lost
-            self.moves += bool(away)
+            if away:
+                # waiting for them does not count as idle, whoever else is lost
+                self.moves.note(now)
             if not all_away:
                 away = {}
             if self._absence.look(away, now):
@@ -394,7 +403,8 @@ class ParentSession:
         if not self.link.up:
             return at
         publishing_at = self.link.publishing.next_deadline()
-        return min(at, self._absence.due, publishing_at, self.coordinator.next_deadline())
+        at = min(at, self._absence.due, self.moves.due)
+        return min(at, publishing_at, self.coordinator.next_deadline())
 
     # Handling of what has come
 
@@ -426,10 +436,7 @@ class ParentSession:
             self._count(sender, session, message.traffic, message.below)
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
-            self.attendance.preparing(sender, short(message.waits_for), now)
-            self.moves += self.coordinator.preparing(
-                sender, message.done, waits=bool(message.waits_for), now=now
-            )
+            self._prepares(sender, message, now)
         elif isinstance(message, Question) and message.about is About.FROZEN:
             if self.frozen is None:
                 raise Misfit("it asks for frozen arrays, which this run does not have")
@@ -502,9 +509,15 @@ class ParentSession:
             failure=Failure.MOVED,
         )
 
+    def _prepares(self, child: str, message: Preparing, now: float) -> None:
+        self.attendance.preparing(child, short(message.waits_for), now)
+        waits = bool(message.waits_for)
+        if self.coordinator.preparing(child, message.done, waits=waits, now=now):
+            self.moves.note(now)
+
     def _progressed(self, child: str, now: float) -> None:
         self.coordinator.progressed(child, now=now)
-        self.moves += 1
+        self.moves.note(now)
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the coordinator has to say."""
@@ -518,6 +531,8 @@ class ParentSession:
                 self.link.sender.forget(event.child)
                 self._forget_pending({event.child})
             else:
+                if isinstance(event, Stalled):
+                    self.moves.note(now)  # the round begins again without the lost ones, if it can
                 self.link.events.append(event)
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
@@ -581,4 +596,4 @@ class ParentSession:
         self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]
     ) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)
-        self.moves += 1
+        self.moves.note(self._now)

@@ -128,6 +128,11 @@ class ParentEndpoint(Endpoint):
         """The children that can take part now."""
         return self.session.readiness(self.now()).ready
 
+    @property
+    def available(self) -> Collection[str]:
+        """The children that can take part now, or when their traces bring them back."""
+        return {*self.ready, *self.session.coordinator.returning(self.now())}
+
     def remember(self, samples: Mapping[str, int]) -> None:
         """Take the samples that children have reported to an earlier process of this node: one may
         be lost by now.
@@ -150,7 +155,7 @@ class ParentEndpoint(Endpoint):
     @property
     def moves(self) -> int:
         """A count that grows with any progress below."""
-        return self.session.moves
+        return self.session.moves.count
 
     def set_layouts(self, layouts: LinkLayouts) -> None:
         """Set what models and extras go down and up; must be known before the first round."""
@@ -276,37 +281,48 @@ class ParentEndpoint(Endpoint):
             self.wake()
 
     async def absent(
-        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+        self,
+        global_round: int,
+        local_round: int,
+        *,
+        lost: Collection[str] = (),
+        on_progress: Callable[[], None] = nothing,
     ) -> Collection[str]:
         """Return the children that are not ready, once as many are as a round needs; none if it
         waits for each.
 
-        Raises NoProgress if these are not ready within `idle_s`, without the time in which devices
-        that the round needs are away by their traces: then `on_progress` is called.
+        The `lost` ones do not count as ready. Raises NoProgress if the others are not ready within
+        `idle_s`, without the time in which devices that the round needs are away by their traces:
+        then `on_progress` is called.
         """
         if self._minimum(()) is None:
             return ()
         begun = self.now()
+        gone = frozenset(lost)
 
         def enough(found: Readiness, now: float) -> bool:
             nonlocal begun
             minimum = self._minimum(found.ready)
             least = 0 if minimum is None else minimum.children
-            ready = len(found.ready)
+            ready = len(found.ready - gone)
             if ready >= least:
                 return True
-            if ready + len(self.session.coordinator.returning(now)) >= least:
+            returning = set(self.session.coordinator.returning(now)) - gone
+            if ready + len(returning) >= least:
                 begun = now
-                self.session.moves += 1  # as where an open round waits for them
-                on_progress()
+                self.session.moves.note(now)  # as where an open round waits for them
             elif now >= begun + self.transfer.idle_s:
                 few = f"{ready} of at least {least} children were ready"
                 raise NoProgress(f"{few} for {self.transfer.idle_s:g} s: {found.text}")
             return False
 
-        found = await self._ready(enough)
+        self._on_progress = on_progress
+        try:
+            found = await self._ready(enough)
+        finally:
+            self._on_progress = nothing
         ready = self.ready if found is None else found.ready
-        return [name for name in self.peers if name not in ready]
+        return [name for name in self.peers if name in gone or name not in ready]
 
     def _minimum(self, ready: Collection[str]) -> Minimum | None:
         """Return what rounds need of the children that the experiment names, and those that entered
@@ -436,8 +452,8 @@ class ParentEndpoint(Endpoint):
             self._closed.set_exception(_failure(event))
 
     def _after_pass(self) -> None:
-        if self._moves != self.session.moves:
-            self._moves = self.session.moves
+        if self._moves != self.moves and self._on_progress is not nothing:
+            self._moves = self.moves
             self._on_progress()
 
     async def _changed_within(self, timeout_s: float) -> bool:

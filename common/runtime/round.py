@@ -209,8 +209,8 @@ class Children(Protocol):
         """Those that the experiment names here; the others have entered, or moved."""
 
     @property
-    def ready(self) -> Collection[str]:
-        """The children that can take part now."""
+    def available(self) -> Collection[str]:
+        """The children that can take part now, or when their traces bring them back."""
 
     def now(self) -> float:
         """Return the time of the clock that measures rounds, in seconds."""
@@ -221,11 +221,17 @@ class Children(Protocol):
         """
 
     async def absent(
-        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+        self,
+        global_round: int,
+        local_round: int,
+        *,
+        lost: Collection[str] = (),
+        on_progress: Callable[[], None] = nothing,
     ) -> Collection[str]:
         """Return the children that cannot take part in a round, once those that the tier needs can.
 
-        None are absent if the tier waits for each child. See `ParentEndpoint.absent`.
+        `lost`: those that an earlier attempt at this round has given up. None are absent if the
+        tier waits for each child. See `ParentEndpoint.absent`.
         """
 
     async def round(
@@ -254,13 +260,13 @@ async def run_round(
 
     `key`: the global and the local round. `epochs_of`: of single children, in place of `epochs`.
     `arriving`: the model that the rule passes on, while it is not complete. If the children are
-    lost before they answer, others that are ready take their places, where the tier has
+    lost before they answer, others that are available take their places, where the tier has
     `min_available`. Raises what `Children.absent` and `Children.round` raise.
     """
     tried = set[str]()
     lost = set[str]()
     while True:
-        absent = lost.union(await down.absent(*key, on_progress=on_progress))
+        absent = await down.absent(*key, lost=lost, on_progress=on_progress)
         # Children may enter until they are selected. Those that have left again count for nothing.
         counted = [name for name in down.peers if name in down.named or name not in absent]
         empty = [name for name in counted if down.samples.get(name) == 0]
@@ -298,10 +304,10 @@ async def run_round(
             tried.update(selected)
             # one whose connection comes and goes is ready, again and again
             lost.update(error.without)
-            ready = set(down.ready) - lost
-            minimum = tier.minimum_of(len(ready.union(down.named)))
-            enough = minimum is not None and len(ready) >= minimum.children
-            if isinstance(error, InvalidBelow) or not enough or ready <= tried:
+            others = set(down.available) - lost
+            minimum = tier.minimum_of(len(others.union(down.named)))
+            enough = minimum is not None and len(others) >= minimum.children
+            if isinstance(error, InvalidBelow) or not enough or others <= tried:
                 raise
             log.warning("round %d.%d begins again with other children: %s", *key, error)
 

@@ -136,7 +136,7 @@ class Calls:
         self.samples = dict(samples)
         self.tests = tests
         self.after: Mapping[str, int] = {}
-        self.named = self.ready = self.peers
+        self.named = self.available = self.peers
         self.moves = 0
         self._account = Account()
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
@@ -174,9 +174,14 @@ class Calls:
         """Do nothing: no child enters."""
 
     async def absent(
-        self, global_round: int, local_round: int, *, on_progress: Callable[[], None] = nothing
+        self,
+        global_round: int,
+        local_round: int,
+        *,
+        lost: Collection[str] = (),
+        on_progress: Callable[[], None] = nothing,
     ) -> Collection[str]:
-        """Return the children that were absent in a recorded round."""
+        """Return the children that were absent in a recorded round; none is `lost` here."""
         if self._recorded:
             return self._recorded(global_round, local_round).absent
         return ()
