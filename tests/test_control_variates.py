@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.settings import RULES
@@ -32,7 +32,7 @@ from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
 from fedstrata.device.training.tasks import DeviceMemory
 from fedstrata.device.training.vectors import finish, vectors_of
-from tests.helpers.commands import DEMO, run_lab, table, tensors
+from tests.helpers.commands import DEMO, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT
@@ -242,17 +242,13 @@ def rule_with(objective: str) -> str:
     return objective if objective in METHODS else "fedavg"
 
 
-@pytest.mark.slow
-def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
-    pairs = with_method("scaffold")
-    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
-    real = run_lab(DEMO, tmp_path / "real", *pairs)
-    assert tensors(real) == tensors(direct)
-    weights = sum(tensor.size for tensor in load_file(real / "model.safetensors").values())
-    for folder in (direct, real):  # c down, its change up, in each of 3 x 2 local rounds
-        rows = [row for row in table(folder / "links.csv") if row["kind"] == "extras"]
-        assert len(rows) == 2 * 4
-        assert {int(row["payload_bytes"]) for row in rows} == {6 * 4 * weights}
+def test_the_variates_travel_both_ways(tmp_path: Path) -> None:
+    run = run_direct(tmp_path, load(DEMO, with_method("scaffold")))
+    weights = sum(tensor.size for tensor in load_file(run / "model.safetensors").values())
+    # c down, its change up, in each of 3 x 2 local rounds
+    rows = [row for row in table(run / "links.csv") if row["kind"] == "extras"]
+    assert len(rows) == 2 * 4
+    assert {int(row["payload_bytes"]) for row in rows} == {6 * 4 * weights}
 
 
 @pytest.mark.parametrize("name", slow(OBJECTIVES, but=["scaffold", "feddyn"]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.models import head_places
@@ -46,7 +46,8 @@ from fedstrata.device.vmapped.schedule import Load
 from fedstrata.device.vmapped.shared_steps import Turn, Visits
 from fedstrata.device.vmapped.stacked_models import Recipe
 from tests.helpers import rules
-from tests.helpers.commands import DEMO, run_lab, table, tensors
+from tests.helpers.commands import DEMO, table
+from tests.helpers.direct import run_direct
 from tests.helpers.rules import AddingRefiner, Report
 from tests.helpers.vmapped_steps import problem_of
 
@@ -481,15 +482,12 @@ def test_a_row_of_any_generator_has_its_tensors_apart(seed: int) -> None:
     assert layout.rows.floats(row)[layout.columns] == 9  # the head is behind the generator
 
 
-@pytest.mark.slow
-def test_processes_and_one_process_give_the_same_bits_and_count_the_bytes(tmp_path: Path) -> None:
-    folder = run_lab(DEMO, tmp_path / "lab", *LAB)
-    direct = run_lab(DEMO, tmp_path / "direct", *LAB, flags=("--direct",))
-    assert tensors(folder) == tensors(direct)
+def test_the_generator_travels_down_and_counts_of_labels_up(tmp_path: Path) -> None:
+    run = run_direct(tmp_path, load(DEMO, LAB))
     made = GeneratorLayout(noise=8, hidden=16, features=32, classes=10)
     down = 4 * sum(int(np.prod(shape)) for shape in made.sent.values())
     extras = {"up": 0, "down": 0}
-    for each in table(folder / "links.csv"):
+    for each in table(run / "links.csv"):
         if each["kind"] == "extras":
             extras["up" if "device" in each["from"] else "down"] += int(each["payload_bytes"])
     assert extras == {"up": 2 * 2 * 4 * 40, "down": 2 * 2 * 4 * down}

@@ -37,7 +37,7 @@ from fedstrata.deploy.results.page import compose
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
 from tests.helpers import rules
-from tests.helpers.commands import run_lab, table, tensors
+from tests.helpers.commands import table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.rules import LEAST, Report
 from tests.helpers.scenarios import KilledLab
@@ -645,23 +645,6 @@ def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path)
     for unit in ("device", "sample"):
         tables |= {"institution": {"privacy": {"unit": unit, **nothing}}}
         assert tensors(direct(tmp_path, tables)) == tensors(plain)
-
-
-@pytest.mark.slow
-def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time(
-    tmp_path: Path,
-) -> None:
-    noisy = direct(tmp_path, NOISY)
-    sample = {**DEVICE, "unit": "sample", "noise": "seeded"}
-    of_samples = direct(tmp_path, {"institution": {"privacy": sample}})
-    assert tensors(noisy) != tensors(of_samples)
-    file = tmp_path / "noisy.toml"
-    for path in (noisy, of_samples):
-        file.write_text((path / "experiment.toml").read_text())
-        processes = run_lab(file, tmp_path / "processes")
-        assert tensors(processes) == tensors(path)
-    simulated = run_lab(file, tmp_path / "simulated", flags=["--simulate"])
-    assert tensors(simulated) == tensors(of_samples)
 
 
 @pytest.mark.parametrize(("unit", "noise"), [("device", "system"), ("sample", "seeded")])

@@ -226,14 +226,6 @@ LAB: Final = (
 )
 
 
-@pytest.mark.slow
-def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
-    rules = ("cloud.aggregation.name='fedlaw'", "institution.aggregation.name='feddf'")
-    direct = run_lab(DEMO, tmp_path / "direct", *LAB, *rules, flags=["--direct"])
-    real = run_lab(DEMO, tmp_path / "real", *LAB, *rules)
-    assert tensors(real) == tensors(direct)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *DISTURBED)
