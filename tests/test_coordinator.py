@@ -183,6 +183,17 @@ def test_a_result_that_was_taken_is_never_called_late() -> None:
     assert one.answers(3.5) == [("a", key, "")] and one.late == 0
 
 
+@pytest.mark.parametrize(("used", "reason"), [((2, 1), ""), ((2, 0), CLOSED)])
+def test_a_result_that_an_earlier_process_took_is_not_called_late(
+    used: tuple[int, int], reason: str
+) -> None:
+    one = OneParent("ab", opened=False)
+    one.start(3, names=["b"], used={"a": used})
+    one.announce(1.0, key=Key(0, 2, 1))
+    assert one.answers(1.0) == [("a", Key(0, 2, 1), reason)]
+    assert one.late == bool(reason)
+
+
 def test_a_result_that_was_taken_is_not_called_late_after_a_repeat_of_an_earlier_one() -> None:
     """A stranger's, or the network's: the child would discard the state that its next task starts
     from.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from fedstrata.common.protocol.events import UploadAnnounced
@@ -54,6 +55,7 @@ from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.devices import Online, OnlineTimes
 
 CLOSED: Final = "the round has closed"
+NOTHING_USED: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
 _C = TypeVar("_C")
 
@@ -106,13 +108,15 @@ class Coordinator:
         assignments: Mapping[str, Assignment],
         closing: Closing,
         now: float,
+        used: Mapping[str, tuple[int, int]] = NOTHING_USED,
         carried: Collection[str] | None = None,
     ) -> Key:
         """Open a round for the assigned children; a round earlier than the last one begins a new
         attempt.
 
-        `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own
-        unfinished tasks will go on too. None: a task ends with its round.
+        `used`: the global and the local round of each child's last result that was used, perhaps by
+        an earlier process. `carried`: the children whose tasks of earlier rounds go on, and count
+        in this one; its own unfinished tasks will go on too. None: a task ends with its round.
         """
         going_on = carried or ()
         self.end(but=going_on)
@@ -130,6 +134,7 @@ class Coordinator:
             if child.carried and name in going_on:
                 continue
             child.begin(self.key, assignments.get(name), now)
+            child.used = used.get(name)
             if child.presence is NodeState.FAILED:
                 child.progressed = now - self._idle_s
             self._send_task(child, now)
@@ -500,8 +505,9 @@ class Coordinator:
             return
         answer = child.acknowledged
         if answer is None or answer.key < result.key:
-            self.late += 1
-            answer = child.acknowledged = Acknowledgement(result.key, CLOSED)
+            reason = "" if result.key[1:] == child.used else CLOSED
+            self.late += bool(reason)
+            answer = child.acknowledged = Acknowledgement(result.key, reason)
         # A repeat of an earlier result must not replace the answer to the last one, which may be
         # asked for again.
         if answer.key != result.key:

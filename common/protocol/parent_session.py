@@ -36,7 +36,7 @@ from fedstrata.common.protocol.attendance import (
     Readiness,
     Targets,
 )
-from fedstrata.common.protocol.coordinator import Coordinator
+from fedstrata.common.protocol.coordinator import NOTHING_USED, Coordinator
 from fedstrata.common.protocol.events import (
     BlobFetched,
     CostsUnknown,
@@ -167,6 +167,7 @@ class ParentSession:
         assignments: Mapping[str, Assignment],
         closing: Closing,
         now: float,
+        used: Mapping[str, tuple[int, int]] = NOTHING_USED,
         carried: Collection[str] | None = None,
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
@@ -177,6 +178,7 @@ class ParentSession:
             assignments=assignments,
             closing=closing,
             now=now,
+            used=used,
             carried=carried,
         )
 
@@ -536,9 +538,7 @@ class ParentSession:
                 self.link.events.append(event)
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, each with its child, when the link is about to send
-        them.
-        """
+        """Yield each child's due messages, when the link is about to send them."""
         yield from self.coordinator.to_send(now)
 
     def _transferred(self, event: ReceiverEvent, now: float) -> None:

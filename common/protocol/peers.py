@@ -52,6 +52,7 @@ class ToChildren:
     links: Mapping[str, LinkSettings]  # of each child, by its name, in order
     transfer: TransferSettings
     shaped: bool = True  # this end enforces the links' rates and delays
+    rounds: int = 1  # of this parent in a global round
     # what each may report, and the nodes below it
     limits: Mapping[str, ChildLimits] = field(default_factory=dict)
     entering: Entering | None = None  # who else may become a child
@@ -92,6 +93,7 @@ def to_children(experiment: Experiment, parent: str) -> ToChildren:
         links={name: experiment.link(name) for name in experiment.tree.children[parent]},
         transfer=experiment.transfer,
         shaped=experiment.links.enforce == "bucket",
+        rounds=experiment.rounds_of(experiment.tree.depth(parent)),
         limits=limits_below(experiment, parent),
         entering=entering_below(experiment, parent),
         onward=experiment.onward_rates(parent),

@@ -187,6 +187,7 @@ class ChildInRound:
     carried_best: int = 0  # bytes of the longest attempt since the last progress
     prepared: int = -1
     acknowledged: Acknowledgement | None = None  # the last one
+    used: tuple[int, int] | None = None  # the global and local round of its last used result
     acknowledge_at: float = -inf  # earliest time of the next acknowledgement
     has_model: bool = False
     online: OnlineTimes | None = None  # by its trace, from the run's begin on; None: always

@@ -90,6 +90,7 @@ class ParentEndpoint(Endpoint):
             identity, below, meter=self.connection.meter, first_number=first_number
         )
         self.transfer = transfer
+        self._rounds = below.rounds
         self._minimum_of = minimum_of
         self.named = tuple(below.links)
         self.models = Models(sent=codecs.down, received=codecs.up)
@@ -207,6 +208,11 @@ class ParentEndpoint(Endpoint):
             assignments=assignments,
             closing=dispatch.closing,
             now=now,
+            used={
+                name: divmod(task - 1, self._rounds)
+                for name, task in dispatch.follows.items()
+                if task
+            },
             carried=dispatch.carried,
         )
         self._on_progress = on_progress

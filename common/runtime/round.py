@@ -56,7 +56,7 @@ class Dispatch:
     closing: Closing
     selected: Sequence[str] = ()  # the children that take part, in the node's order
     absent: Collection[str] = ()  # those that could not be selected
-    # what their tasks follow, as in the message Task; 0 for others
+    # each child's last task whose result was used, as in the message Task; 0 for none
     follows: Mapping[str, int] = field(default_factory=dict)
     # The children whose tasks of earlier rounds go on, None if tasks end with their round (see
     # `Coordinator.open`); the models that were sent to them must not have changed.
@@ -278,7 +278,7 @@ async def run_round(
         given = dict.fromkeys(selected, epochs)
         given |= {name: epochs_of[name] for name in selected if name in epochs_of}
         models = rule.dispatch(r, selected)
-        follows = selection.follows(selected, r)
+        follows = selection.follows(down.peers, r)
         if tier.entering:  # else none can have come from another parent
             came = [name for name in selected if name in down.after]
             follows |= {name: max(follows[name], min(down.after[name], r)) for name in came}

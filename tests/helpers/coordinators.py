@@ -93,7 +93,7 @@ class OneParent(Coordinator):
         *,
         now: float = 0.0,
         names: Sequence[str] | None = None,
-        carried: Sequence[str] | None = None,
+        **how: Any,
     ) -> Key:
         """Open a round, of all children but for these."""
         task = Assignment(manifest_of(1), 1, b"x" * 1000)
@@ -103,7 +103,7 @@ class OneParent(Coordinator):
             assignments=dict.fromkeys(self.names if names is None else names, task),
             closing=self.closing,
             now=now,
-            carried=carried,
+            **how,
         )
 
     def come(
