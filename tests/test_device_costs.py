@@ -18,7 +18,6 @@ import paho.mqtt.client as mqtt
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
-from fedstrata.cloud.records import DeviceRecord
 from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.costs import (
@@ -28,7 +27,7 @@ from fedstrata.common.accounting.costs import (
     UNKNOWN_COSTS,
     DeviceCosts,
 )
-from fedstrata.common.accounting.work import NO_WORK, Work
+from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.energy_meters import (
@@ -68,7 +67,7 @@ from tests.helpers.nodes import (
     play,
     together,
 )
-from tests.helpers.records import a_global_round, with_work
+from tests.helpers.records import a_device, a_global_round, with_work
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.test_hostile_members import result
 from tests.test_metrics import Driver, Hand, scrape
@@ -636,19 +635,7 @@ def test_a_sum_with_an_unknown_part_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_device_that_only_scored_has_no_part_in_the_sums() -> None:
-    row = DeviceRecord(
-        global_round=1,
-        node="cloud/d",
-        samples=1,
-        local_rounds=0,
-        epochs=0,
-        sgd_steps=0,
-        loss=None,
-        train_s=0.0,
-        wait_s=0.0,
-        pause_s=0.0,
-        path=NO_WORK.path,
-    )
+    row = a_device(1, "cloud/d", local_rounds=0, epochs=0, sgd_steps=0)
     from fedstrata.deploy.results.device_costs import total
 
     assert total([row], "joules") is None
