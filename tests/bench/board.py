@@ -7,11 +7,12 @@ Debian for arm64 (bookworm with Python 3.11, trixie with 3.13) is unpacked into 
 QEMU's user-mode emulation, as root on x86-64 under Linux. There the kit of a machine is installed
 by its own installer, with stubs for systemd alone. Then devices of the board and native ones train
 the demo's network together. Printed: what was installed, its time and size, what `doctor` finds, and
-for each case how far the final model is from that of native devices alone, by layer. Last, a lab
-whose board is killed and resumed, against the same lab undisturbed.
+for each case how far the final model is from that of native devices alone, by layer. Then a lab
+whose board is killed and resumed, against the same lab undisturbed. Last, test files of each room
+of the code, with what fails there.
 
 It needs `apt-get install qemu-user-static debootstrap`, 2 GB below --root, which it keeps, and
-a quarter of an hour.
+half an hour.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ CASES: Final = {
     "top-k up": ("transfer.wan.up=topk",),
 }
 KILLED: Final = "killed"
+TESTS: Final = "tests"
+# By room. A test that measures this host, or starts processes without an emulator, is of no use.
+SAMPLE: Final = {
+    "common/settings, experiment": "mistakes spec links",
+    "common/protocol": "wire coordinator participant sessions session_restarts transfer",
+    "common/runtime, deploy/simulation": "rounds availability selection simulation",
+    "common/model": "codecs delta_codecs layout parts",
+    "common/methods": "fedcross fedmr tempo fedcda robust twins",
+    "common/learning": "datasets labels partitions models evaluator",
+    "device/training": "training objectives recording training_table",
+    "common/storage, accounting": "spool stored accountant ledger records",
+}
+TOOLS: Final = "pytest pytest-timeout pytest-xdist hypothesis psutil scikit-learn scipy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +174,29 @@ def install(board: Board, home: Path) -> None:
     print(board.run(PROGRAM, "doctor", check=False), flush=True)
 
 
+def play_tests(board: Board) -> None:
+    """Run a sample of the tests by the board's own Python, room by room."""
+    source = board.root / "root" / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    for name in filter(None, files.split("\0")):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(name, source / name)
+    python = "/opt/fedstrata/venv/bin/python"
+    board.run(python, "-m", "pip", "install", "--quiet", *TOOLS.split())
+    for room, names in SAMPLE.items():
+        tests = [f"tests/test_{name}.py" for name in names.split()]
+        line = [python, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+        with Clock() as clock:
+            printed_lines = board.run(
+                "sh", "-c", f"cd /root/source && {shlex.join(line)}", check=False
+            ).splitlines()
+        failed = [text for text in printed_lines if text.startswith(("FAILED", "ERROR"))]
+        print(f"{room}, {clock.s:.0f} s: {printed_lines[-1]}", *failed, sep="\n  ", flush=True)
+
+
 @dataclass(frozen=True, slots=True)
 class MixedLab:
     """A lab with two native devices, and two of the board."""
@@ -223,7 +260,7 @@ def main(
     *,
     suite: str = "bookworm",
     root: Path = Path("/var/tmp/fedstrata-board"),
-    case: Annotated[Sequence[str], (*CASES, KILLED)] = (*CASES, KILLED),
+    case: Annotated[Sequence[str], (*CASES, KILLED, TESTS)] = (*CASES, KILLED, TESTS),
     port: int = 18_850,
 ) -> None:
     """Build, install, play and compare."""
@@ -238,6 +275,9 @@ def main(
         install(board, home)
         lab = MixedLab(board, home, port)
         for name in case:
+            if name == TESTS:
+                play_tests(board)
+                continue
             pairs = CASES.get(name, ())
             played, seconds = lab.play(name, pairs, killed=name == KILLED)
             if name == KILLED:
