@@ -17,21 +17,21 @@ demo: $(DEMO) broker ## run a small experiment with all roles on this machine
 PYTEST := .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # Processes of tests: more than cores, as labs wait; few, as each imports torch.
-test: $(INSTALLED) broker ## run the tests
+test: $(INSTALLED) broker links ## run the tests
 	$(PYTEST) -n 3
 
 SINCE ?= main
-test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since SINCE=COMMIT, main
+test-fast: $(INSTALLED) broker links ## run the quick tests of what has changed since SINCE=COMMIT, main
 	.venv/bin/python -m tests.helpers.touched $(SINCE) > .tests-touched
 	$(PYTEST) -n 2 @.tests-touched
 
-tests-map: $(INSTALLED) broker ## record which lines each quick test executes, for test-fast and bench NAME=mutants
+tests-map: $(INSTALLED) broker links ## record which lines each quick test executes, for test-fast and bench NAME=mutants
 	.venv/bin/python -m tests.helpers.executed
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
 	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m '(slow or hypothesis and not gpu) and not flower'
 
-test-all: $(INSTALLED) broker ## run all tests, with most examples
+test-all: $(INSTALLED) broker links ## run all tests, with most examples
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m 'not gpu and not flower'
 
 lock: $(INSTALLED) ## write deploy/locked anew for pyproject.toml: the versions that it has, where they are permitted
