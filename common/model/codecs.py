@@ -268,7 +268,8 @@ def _scales(largest: Floats) -> Floats:
     return np.where(rounded < np.finfo(np.float32).tiny, np.float32(0), rounded)
 
 
-_HALVES: Final = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
+with np.errstate(invalid="ignore"):  # ARM's processors flag signalling NaNs, which are among them
+    _HALVES: Final = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 _FORMS: Final[dict[str, Form]] = {

@@ -194,7 +194,8 @@ def play_tests(board: Board) -> None:
                 "sh", "-c", f"cd /root/source && {shlex.join(line)}", check=False
             ).splitlines()
         failed = [text for text in printed_lines if text.startswith(("FAILED", "ERROR"))]
-        print(f"{room}, {clock.s:.0f} s: {printed_lines[-1]}", *failed, sep="\n  ", flush=True)
+        last = printed_lines[-1] if printed_lines else "pytest could not begin"
+        print(f"{room}, {clock.s:.0f} s: {last}", *failed, sep="\n  ", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
