@@ -178,10 +178,7 @@ def play_tests(board: Board) -> None:
     """Run a sample of the tests by the board's own Python, room by room."""
     source = board.root / "root" / "source"
     shutil.rmtree(source, ignore_errors=True)
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    for name in filter(None, files.split("\0")):
+    for name in printed("git", "ls-files"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(name, source / name)
     python = "/opt/fedstrata/venv/bin/python"
