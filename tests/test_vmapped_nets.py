@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedstrata.common.learning import nets
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES
 from fedstrata.device.training.objectives.objective import Objective
@@ -43,9 +44,14 @@ SMALL: Final = (
 LOADS: Final = (Load(2, 1), Load(2, 1))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", slow(ARCHITECTURES, but=SMALL))
-def test_each_net_that_ships_takes_the_steps_of_a_device_alone(name: str) -> None:
+def test_each_net_that_ships_takes_the_steps_of_a_device_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VGG-16 with narrow linear layers: of its own, 90 % of 134 million parameters, each step takes
+    seconds.
+    """
+    monkeypatch.setattr(nets, "_VGG_HIDDEN", 64)
     shape = SHAPES.get(name, (3, 32, 32))
     if name in TEXTS:
         case = text_case(name, LOADS, torch.float32)

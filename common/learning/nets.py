@@ -28,7 +28,9 @@ _WHOLE: Final[Mapping[type[nn.Module], bool]] = {
     nn.Dropout3d: True,
 }
 
+# of VGG-16: the widths of its convolutions, and of its two hidden linear layers
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+_VGG_HIDDEN = 4096
 
 
 def linear_digits(inputs: Inputs) -> nn.Module:
@@ -268,7 +270,7 @@ def vgg16(inputs: Inputs) -> nn.Module:
     """Return torchvision's VGG-16 without batch norm: the same names, shapes and initial
     distribution.
     """
-    classifier = nn.Sequential(*_hidden_layers(25_088), nn.Linear(4096, inputs.classes))
+    classifier = nn.Sequential(*_hidden_layers(25_088), nn.Linear(_VGG_HIDDEN, inputs.classes))
     features = _features(inputs.shape[0], batch_norm=False)
     return sequence(
         features=features,
@@ -282,16 +284,16 @@ def vgg16_bn(inputs: Inputs) -> nn.Module:
     """Return VGG-16 with batch norm for images of 32x32, as in FedCross's and FedMR's code."""
     features = _features(inputs.shape[0], batch_norm=True)
     classifier = nn.Sequential(*_hidden_layers(512))
-    fc = nn.Linear(4096, inputs.classes)
+    fc = nn.Linear(_VGG_HIDDEN, inputs.classes)
     return sequence(features=features, flatten=nn.Flatten(), classifier=classifier, fc=fc)
 
 
 def _hidden_layers(features: int) -> list[nn.Module]:
     return [
-        nn.Linear(features, 4096),
+        nn.Linear(features, _VGG_HIDDEN),
         nn.ReLU(),
         Dropout(),
-        nn.Linear(4096, 4096),
+        nn.Linear(_VGG_HIDDEN, _VGG_HIDDEN),
         nn.ReLU(),
         Dropout(),
     ]
