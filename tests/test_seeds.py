@@ -26,9 +26,9 @@ from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
 FEW = (0, 3, 9, 44, ATTACKED + 1)
-LIED_TO = range(ATTACKED, ATTACKED + (300 if PROFILE == "thorough" else 30))
+LIED_TO = range(ATTACKED, ATTACKED + (300 if PROFILE == "thorough" else 12))
 # `make simulate SEEDS=2000 FROM=20000` runs others
-MANY = range(10_000, 10_300 if PROFILE == "thorough" else 10_080)
+MANY = range(10_000, 10_300 if PROFILE == "thorough" else 10_030)
 QUICK = ("old-store-with-a-dead-device", "lost-device-without-chunks")
 
 # each with a lab that finds it
