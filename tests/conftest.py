@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from fedstrata.common.settings.topology import CLOUD
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 from tests.helpers.timeouts import ended_by_timeout
+from tests.helpers.warm import WarmProcess
 
 # A job that a shell starts in the background, or by nohup, ignores these, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -290,3 +292,27 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     and tables.
     """
     monkeypatch.setattr("fedstrata.deploy.results.figures.Figure.svg", lambda figure, key: "<svg/>")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """Fork fedstrata's processes from one that has imported what they need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", WarmProcess)
+        yield
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start new interpreters in a file that is `warm`."""
+    monkeypatch.setattr(subprocess, "Popen", WarmProcess.__base__)
+
+
+@pytest.fixture(scope="module")
+def short_calibration() -> Iterator[None]:
+    """Measure trainings of this process for 50 ms instead of 2 s, where their seconds may be
+    rough.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedstrata.deploy.planning.machine_speed.TRAINING_S", 0.05)
+        yield

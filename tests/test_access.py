@@ -29,6 +29,8 @@ from fedstrata.deploy.kits.lab_file import parse
 from tests.helpers.commands import DEMO, command, fedstrata, null_model, sets
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 LAB_TREE: Final = {
     "name": "north",
     "broker": "main",

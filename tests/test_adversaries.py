@@ -30,6 +30,8 @@ from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 from tests.helpers.scenarios import TREE, KilledLab
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 D: Final = LAYOUT.parameters
 LAB: Final[dict[str, Any]] = {
     "rounds": 4,

@@ -32,6 +32,8 @@ from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.outcome import LabOutcome, model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
     return serialization.encode(

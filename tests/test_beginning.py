@@ -34,6 +34,8 @@ from fedstrata.deploy.local import beforehand
 from tests.helpers.commands import invoke
 from tests.helpers.records import a_global_round
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.mark.parametrize(("begun", "alone"), [(False, True), (False, False), (True, True)])
 def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(

@@ -51,7 +51,7 @@ WITH_RABBITMQ: Final = pytest.mark.skipif(
     not Path(RABBIT).exists(), reason="RabbitMQ is not installed"
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Cluster(ABC):

@@ -43,6 +43,8 @@ from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE
 from tests.simulation.trainer import settings
 
+pytestmark = pytest.mark.usefixtures("short_calibration", "warm")
+
 FEEDBACK: Final = {"name": "topk", "share": 0.25, "feedback": True}
 LAB: Final[dict[str, Any]] = {
     "rounds": 5,

@@ -23,6 +23,8 @@ from fedstrata.common.host.files import PARTIAL
 from tests.helpers.commands import command, fedstrata, folder_in, tensors
 from tests.helpers.examples import PROFILE
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 FEEDBACK: Final = {"name": "topk", "share": 0.25, "feedback": True}
 LAB: Final[dict[str, Any]] = {
     "rounds": 4,

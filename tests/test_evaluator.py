@@ -16,6 +16,8 @@ from fedstrata.common.learning import splits
 from fedstrata.common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
 from tests.helpers.sites import in_real_time
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NET = """
 import pathlib
 from torch import nn

@@ -21,6 +21,8 @@ from fedstrata.deploy.results.run import Run, State
 from fedstrata.deploy.results.trackers import TensorBoardTracker, began_s, complete, series
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 LAB: Final = (
     "topology.institutions=1",
     "topology.devices=2",

@@ -26,6 +26,8 @@ from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # test_own.py and test_parts.py have them
 ELSEWHERE: Final = {"flats.py", "make_table.py", "pinball.py", "lora.py"}
 EXAMPLES: Final = {

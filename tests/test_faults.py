@@ -45,6 +45,8 @@ from tests.helpers.records import a_global_round
 from tests.helpers.roles import SMALL, Role, lab_of, task, until
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BRANCH = SMALL | {"topology": {"institutions": 1, "devices": 2}}
 DEVICES = [
     ("device-0", "institution-0"),

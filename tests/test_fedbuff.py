@@ -40,6 +40,8 @@ from tests.helpers.scenarios import completed, restarted
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NAMES: Final = tuple("abcde")
 ONE_OF_TWO: Final = quorum_of(1, 0.0)
 

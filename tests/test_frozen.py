@@ -55,6 +55,8 @@ from tests.simulation.frozen import FrozenWorkload, lacks
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import LabOutcome
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 MODEL: dict[str, Any] = {"name": "tests.test_frozen:Wide", "frozen": ["wide.*"]}
 LAB: dict[str, Any] = {
     "name": "frozen",

@@ -28,6 +28,8 @@ from tests.helpers.commands import table
 from tests.helpers.evaluation import HereEvaluator
 from tests.helpers.examples import examples
 
+pytestmark = pytest.mark.usefixtures("short_calibration", "warm")
+
 PRIVACY: dict[str, Any] = {
     "unit": "device", "noise_multiplier": 2.0, "clip_norm": 1.0, "delta": 1e-5, "noise": "seeded",
 }  # fmt: skip

@@ -24,6 +24,8 @@ from tests.helpers.scenarios import restarted
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import LabOutcome, model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # Each rule remembers something between its tasks, so a repeated task shows whether that was
 # restored.
 FOUR: Final[dict[str, Any]] = {

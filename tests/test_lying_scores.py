@@ -30,6 +30,8 @@ from tests.helpers.examples import slow
 from tests.helpers.records import with_work
 from tests.simulation.trainer import DrawnTrainer
 
+pytestmark = pytest.mark.usefixtures("short_calibration", "warm")
+
 LIES: Final[dict[str, Callable[[ScoredModels], dict[str, Any]]]] = {
     "many samples": lambda _: {"samples": 10**11, "loss": -math.inf, "scores": packed_sums([1e11])},
     "few samples": lambda tests: {"scores": packed_sums([tests.each[0].samples + 1.0])},

@@ -43,6 +43,8 @@ from tests.helpers.examples import slow
 from tests.refused import KEPT
 from tests.test_damage import trained
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # A client of a Flower app, with a place for each oddity: `HOW` of the environment, in Python.
 APP: Final = """
 import numpy as np

@@ -27,6 +27,8 @@ from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # Code that fails where its name is, with the error of the environment; `fail` is the innermost
 # frame.
 FAULTY: Final = """

@@ -16,6 +16,8 @@ from fedstrata.common.text import NOTE
 from tests.helpers.commands import fedstrata
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 RARE: Final = "tests.helpers.rare_models"
 FORMS: Final = {"lab": (), "direct": ("--direct",), "simulated": ("--simulate", "--workers", "1")}
 Play = Callable[[str, str], CompletedProcess[str]]

@@ -43,6 +43,8 @@ from fedstrata.device.pool.pool import Member, Pool
 from tests.helpers.loops import in_loop
 from tests.helpers.plain import first_model, trained, trainer_of
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 T = TypeVar("T")
 PATIENCE_S = 110.0
 LAYOUT = ModelLayout.build([("w", (2,), Section.PARAMETER)])

@@ -89,7 +89,7 @@ ABSENT: Final = (
     "fedstrata_honest_score",
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.timeout(300)]
 
 
 @dataclass

@@ -32,6 +32,8 @@ from fedstrata.common.model.refinement import RoundModels
 from fedstrata.common.runtime.refining import MODULE, RefinerProcess, run_refining
 from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, table, tensors
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NODE: Final = "institution-0"
 LAYOUT: Final = models.layout_of(models.build("mlp_digits", 1, inputs=Inputs((1, 8, 8), 10)))
 
@@ -197,7 +199,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.usefixtures("without_torch")
+@pytest.mark.usefixtures("cold", "without_torch")
 def test_a_node_without_torch_is_an_invalid_experiment() -> None:
     async def play() -> None:
         await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare(

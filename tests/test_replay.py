@@ -18,6 +18,8 @@ from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.simulation.lab import ScenarioLab
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TINY: Final[dict[str, Any]] = {
     "seed": 3,
     "rounds": 3,

@@ -32,6 +32,8 @@ from tests.helpers.nodes import layout_of, living, parent_of
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
 from tests.helpers.sites import RealSite, in_real_time
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:

@@ -39,6 +39,8 @@ from tests.helpers.rules import rule_of
 from tests.helpers.scenarios import KilledLab
 from tests.simulation.lab import ScenarioLab
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NAMES: Final = [f"device-{i}" for i in range(10)]
 SAMPLES: Final = {name: 10 + i for i, name in enumerate(NAMES)}
 

@@ -26,6 +26,8 @@ from fedstrata.deploy.simulation.simulated_machines import Machines, ProcessThre
 from fedstrata.deploy.simulation.virtual_loop import START_S, VirtualLoop
 from tests.helpers.commands import invoke
 
+pytestmark = pytest.mark.usefixtures("short_calibration")
+
 FREE = MachineSpeeds(cores=2)
 SPEEDS = replace(REFERENCE, step_s=5e-3, training_s=0.01, evaluation_s=0.1)
 IMAGES = {

@@ -23,7 +23,6 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.runtime.world import RealWorld
 from fedstrata.common.settings.tables import write
 from fedstrata.deploy.local.direct import run_in_process
-from fedstrata.deploy.planning import machine_speed as calibration
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.results.page import compose
 from fedstrata.deploy.results.run import Run, State, folders
@@ -39,6 +38,8 @@ from tests.helpers.commands import invoke, table
 from tests.helpers.evaluation import HereEvaluator
 from tests.simulation.drawn import draw_lab
 from tests.simulation.outcome import TraceDigest, model_digest
+
+pytestmark = pytest.mark.usefixtures("short_calibration")
 
 LAB: dict[str, Any] = {
     "name": "virtual",
@@ -261,10 +262,7 @@ def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
         assert seconds == pytest.approx(train_s + model_s + 2 * 0.1, rel=0.05)
 
 
-def test_a_killed_run_is_resumed_with_its_speeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path) -> None:
     tree = merged(
         LAB, {"cloud": {"aggregation": CROSS}, "training": {"objective": {"name": "scaffold"}}}
     )
@@ -333,10 +331,7 @@ def test_options_that_contradict_are_refused(options: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_runs_of_a_sweep_share_one_calibration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path) -> None:
     file = tmp_path / "two.toml"
     words: list[str | Path] = ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
     axes = {

@@ -33,6 +33,8 @@ from tests.helpers.direct import run_direct
 from tests.helpers.figures import boxes_of, drawn, texts, tooltips
 from tests.helpers.mnist import write_mnist
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def experiment(*devices: str, **data: Any) -> Experiment:
     tree: dict[str, Any] = {

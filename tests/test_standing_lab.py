@@ -24,6 +24,8 @@ from tests.helpers.commands import (
 )
 from tests.helpers.direct import run_direct
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TREE: Final = {
     "institution-0": ["device-0", "device-1", "device-2"],
     "institution-1": ["device-3", "device-4", "device-5"],

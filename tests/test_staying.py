@@ -48,6 +48,8 @@ from tests.helpers.nodes import LAB, PARENT, announcing, layout_of, living, pare
 from tests.helpers.sites import SimulatedSite, until, virtual
 from tests.simulation.outcome import model_digest
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 PATIENCE_S: Final = 60
 NEXT: Final = ("9.1", serialization.VERSION + 1)  # a release and its version of the protocol
 

@@ -39,6 +39,8 @@ from fedstrata.deploy.sweeps.sweep_folder import MissingRun, SweepFolder
 from tests.helpers.commands import command, fedstrata, invoke, tensors
 from tests.helpers.direct import HereProcess
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TREE: Final[Mapping[str, Any]] = {
     "title": "Two rules",
     "seeds": 2,

@@ -23,6 +23,7 @@ from tests.helpers.direct import HereProcess
 
 distributed = pytest.importorskip("distributed")
 pytestmark = [
+    pytest.mark.usefixtures("warm"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Dask's connections
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

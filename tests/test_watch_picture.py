@@ -45,6 +45,8 @@ from tests.helpers.sites import SimulatedSite, virtual
 from tests.helpers.status import child, record
 from tests.helpers.watched import BODIES, LAB, RUN, Watched, drawn, experiment_of
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # Which run
 
 
