@@ -27,10 +27,13 @@ def test_the_gap_falls_as_1_over_t(tmp_path: Path) -> None:
     """gap * (r + lambda) is bounded, here it falls; with a constant rate it grows, as the gap no
     longer falls.
     """
+    rounds = ROUNDS[:-1]
     scaled, constant = (
         [
             gap * (r + LAMBDA)
-            for r, gap in zip(ROUNDS, gaps(tmp_path, seed=1, constant=kind), strict=True)
+            for r, gap in zip(
+                rounds, gaps(tmp_path, seed=1, constant=kind, rounds=rounds), strict=True
+            )
         ]
         for kind in (False, True)
     )

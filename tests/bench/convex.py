@@ -10,7 +10,7 @@ is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -74,8 +74,10 @@ def least(loss: Callable[[Tensor, Tensor], Tensor]) -> float:
     return float(loss(*found).detach())
 
 
-def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
-    """Return the gap of the global model, the mean of the uploads, after `ROUNDS`, which are
+def gaps(
+    root: Path, *, seed: int, constant: bool = False, rounds: Sequence[int] = ROUNDS
+) -> list[float]:
+    """Return the gap of the global model, the mean of the uploads, after `rounds`, which are
     checkpoints.
 
     `constant`: with a constant rate, a control.
@@ -83,7 +85,7 @@ def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
     training = convex().training.model_dump()
     if constant:
         training["schedule"] = {"name": "constant"}
-    experiment = convex(seed=seed, training=training)
+    experiment = convex(seed=seed, training=training, rounds=rounds[-1])
     found: dict[int, float] = {}
     loss = loss_on(experiment)
     lowest = least(loss)
@@ -91,14 +93,14 @@ def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
 
     def look(*_: object) -> None:
         for path in made.checkpoints.glob("round-*.safetensors"):
-            if (done := int(path.stem.partition("-")[2])) in ROUNDS and done not in found:
+            if (done := int(path.stem.partition("-")[2])) in rounds and done not in found:
                 state = load_file(path)
                 with torch.no_grad():
                     value = loss(state["fc.weight"].double(), state["fc.bias"].double())
                 found[done] = float(value) - lowest
 
     look(direct_run(made, observe=look))
-    return [found[each] for each in ROUNDS]
+    return [found[each] for each in rounds]
 
 
 def main(*, seeds: int = 3) -> None:
