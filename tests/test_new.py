@@ -13,6 +13,8 @@ from fedstrata import load, run
 from fedstrata.deploy.cli.new import LEAST, Template
 from tests.helpers.commands import invoke
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -24,6 +24,8 @@ from tests.helpers.commands import PATIENCE_S
 from tests.helpers.mnist import idx
 from tests.helpers.records import a_global_round
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NOTEBOOK: Final = Path(__file__).parents[1] / "docs" / "notebook.ipynb"
 LAST_CELL: Final = """
 import json

@@ -49,6 +49,8 @@ from tests.helpers.examples import slow
 from tests.test_bare import SITE, bare
 from tests.test_extend import EXAMPLES
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 FEATURES, CLASSES = 8, 3
 LAB: Final[dict[str, Any]] = {
     "rounds": 4,
@@ -349,7 +351,6 @@ def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path)
     assert invoke("report", whole).exit_code == 0
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flower", "state"])
 def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(
@@ -374,7 +375,6 @@ def test_pytorch_in_an_own_trainer_computes_on_one_core() -> None:
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 def test_a_lab_of_killed_processes_gives_the_model_of_one_process(home: Path) -> None:
     tree = {
@@ -794,7 +794,6 @@ def test_what_a_trainer_must_not_return_is_named(how: str, home: Path) -> None:
         direct(home / "runs", parse(lab({"name": "others:Wrong", "how": how})))
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None:
     path = written(home, {"name": "others:Wrong", "how": "sys.exit(3)"})
@@ -852,6 +851,7 @@ def test_a_plan_counts_the_samples_of_devices(home: Path) -> None:
 BOTH: Final = ["torch", "torchvision", "scipy"]
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.slow
 def test_labs_without_pytorch(home: Path) -> None:
     (home / "site").mkdir()
