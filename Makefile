@@ -153,6 +153,6 @@ $(DOCS): pyproject.toml $(SETS) | .venv/bin/python
 # What tests and checks need besides: all extras, and the tools.
 $(INSTALLED): pyproject.toml $(SETS) | .venv/bin/python
 	@echo "==> fedstrata, all its extras, and what its tests and checks need: some 140 packages"
-	@$(LOCKED) build base learning embedded report provision methods docs dev
+	@$(LOCKED) build base learning embedded report methods docs dev
 	@$(EDITABLE)
 	@touch $(BUILDING) $(DEMO) $(DOCS) $@

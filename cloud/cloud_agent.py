@@ -30,7 +30,6 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.energy_meters import EnergyMeter
 from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import beside, offload
-from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import Row
 from fedstrata.common.protocol.admission import Budget
 from fedstrata.common.protocol.attendance import ADDRESS, HTTPS
@@ -45,6 +44,7 @@ from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.round import NodeContext, Observe
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.secure.links import links_of
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 
@@ -200,7 +200,7 @@ class CloudAgent:
             self._folder.note(evaluated_on=beginning.accelerator)
         else:
             evaluator.close()  # it has given the first model
-        down.set_layouts(link_layouts(tier.aggregation, beginning.layout))
+        down.set_layouts(links_of(experiment, tier, beginning.layout))
         down.frozen.source = own = OwnFrozen(
             beginning.frozen,
             beginning.layout.frozen,

@@ -45,6 +45,7 @@ from fedstrata.common.runtime.round import (
     run_round,
     unreported,
 )
+from fedstrata.common.runtime.secure_round import player
 from fedstrata.common.settings.stopping import StopReason
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.settings.training import ACCURACY
@@ -103,7 +104,8 @@ class GlobalRounds:
             choose=rule.choose or context.choose,
             named=len(tree.children[CLOUD]),
         )
-        self._run = partial(run_round, down, tier, self._selection, rule)
+        play = player(experiment, CLOUD, self._layout, noise=context.world.noise)
+        self._run = partial(run_round, down, tier, self._selection, rule, play=play)
         self._reports = NodeReports(folder, beginning.notes, observe=observe)
         self._refiner = context.refiner
         self._scores = RoundScores(

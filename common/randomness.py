@@ -54,6 +54,7 @@ class Purpose(IntEnum):
     ADVERSARIES = 28
     ATTACK = 29
     AUDIT = 30
+    SECURE = 31
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> npt.NDArray[np.uint32]:

@@ -33,6 +33,7 @@ from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import Report, WorkResult
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.secure.links import links_of
 from fedstrata.common.settings.data import Data, check_alike, examine_data, found_in
 from fedstrata.common.settings.devices import Move, Pace
 from fedstrata.common.settings.own import permit
@@ -259,7 +260,10 @@ class DeviceAgent:
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         secret = partial(part.states.secret, self._host.world.noise)
-        work = LocalWork(experiment, self._name, prepared, states=part.states, secret=secret)
+        noise = self._host.world.noise
+        work = LocalWork(
+            experiment, self._name, prepared, states=part.states, secret=secret, noise=noise
+        )
         run = up.identity.run
         model = experiment.model.name
         activity.info(
@@ -295,7 +299,9 @@ class DeviceAgent:
                 await until_written(lambda: offload(keep), patience_s=idle_s, warn=log.warning)
             return result
 
-        await up.serve(local.layouts, work)
+        tier = experiment.tier_above(self._name)
+        links = links_of(experiment, tier, local.prepared.layout)
+        await up.serve(links, work, member=local.member)
 
     async def _prepare(
         self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout

@@ -12,7 +12,6 @@ from fedstrata.common.experiment.reading import announced
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.examination import examine_host
 from fedstrata.common.host.offload import beside
-from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.net.address import BrokerAddress
@@ -30,6 +29,7 @@ from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import DoTask, NodeContext, Report, WorkResult
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.secure.links import links_of
 from fedstrata.common.settings.own import permit
 from fedstrata.common.settings.topology import CLOUD, check_parent
 from fedstrata.common.storage.spool import FrozenFiles, Spool
@@ -122,7 +122,7 @@ class InstitutionAgent:
             files=files,
             world=host.world,
         )
-        down.set_layouts(link_layouts(tier.aggregation, layout))
+        down.set_layouts(links_of(experiment, tier, layout))
         down.frozen.source = up.frozen
         down.remember(spool.counts())
         down.announce(announcement)
@@ -163,7 +163,9 @@ class InstitutionAgent:
                             samples,
                         )
                         await up.serve(
-                            link_layouts(above.aggregation, layout), _counting(rounds, down, spool)
+                            links_of(experiment, above, layout),
+                            _counting(rounds, down, spool),
+                            member=rounds.member,
                         )
             finally:
                 presence.close()

@@ -46,7 +46,9 @@ from fedstrata.common.runtime.round import (
     run_round,
     unreported,
 )
-from fedstrata.common.runtime.upload_encoder import UploadEncoder
+from fedstrata.common.runtime.secure_round import player
+from fedstrata.common.runtime.upload_encoder import UploadEncoder, hidden
+from fedstrata.common.secure.links import member_of
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates
 
@@ -102,6 +104,9 @@ class LocalRounds:
         if above.privacy.by_child:
             source = NoiseSource(above.privacy, seed=experiment.seed, node=name, secret=secret)
             self._updates = PrivateUpdates(above.privacy, layout, source)
+        self._play = player(experiment, name, layout, noise=context.world.noise)
+        # its part in the sums of its parent, if these are secure
+        self.member = member_of(experiment, name, layout, noise=context.world.noise)
         uploaded = link_layouts(above.aggregation, layout).up
         self._encoder = UploadEncoder.of(experiment, name, uploaded)
         self._memory = Memory(
@@ -165,6 +170,7 @@ class LocalRounds:
                 epochs=task.epochs,
                 last=last,
                 arriving=model,
+                play=self._play,
                 on_progress=progressed,
             )
             selected = dispatch.selected
@@ -197,8 +203,8 @@ class LocalRounds:
         if self._updates is not None or self._adversary is not None:
             row = await offload(partial(self._sent, row, received=model.row, number=number))
         steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
-        done = Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s)
-        did = self._reported(done, number)
+        did = Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s)
+        reported = self._reported(did, number)
         encode = partial(
             self._encoder.encode,
             row,
@@ -211,7 +217,11 @@ class LocalRounds:
         await until_written(
             lambda: offload(save), patience_s=self._experiment.transfer.idle_s, warn=log.warning
         )
-        return WorkResult(blob, did, path_steps, self.reports(), plans)
+        done = WorkResult(blob, reported, path_steps, self.reports(), plans)
+        if self.member is None:
+            return done
+        hide = partial(hidden, self.member, task.key, done, received=model.row)
+        return await work_on(hide, nbytes=rule.model.nbytes)
 
     def _sent(self, model: Row, *, received: Row, number: int) -> Row:
         """Return the model that goes up, of a task of this number; the rule goes on from the one

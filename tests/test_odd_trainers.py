@@ -522,6 +522,7 @@ def test_a_training_that_waits_is_reported_as_training_up_to_a_limit(
     assert caplog.messages == [str(error)]
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_training_that_waits_too_long_ends_its_worker_with_one_line(home: Path) -> None:
     (home / "sitecustomize.py").write_text(
         "import fedstrata.device.training.arrays as arrays\narrays.WAITS_S = 0.0\n"

@@ -104,7 +104,6 @@ def test_a_new_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rack_gets_its_kits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cryptography")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
     (tmp_path / "rack.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])

@@ -231,4 +231,4 @@ def test_going_back_in_one_process_is_a_new_attempt() -> None:
     keys = [lab.round(global_round=a, local_round=b).key for a, b in rounds]
     assert keys == [Key(0, 1, 1), Key(1, 1, 0), Key(2, 1, 0), Key(2, 1, 1)]
     # The same task again is answered without training; the others are rounds of their own by then.
-    assert [key[1:] for key, _, _ in lab.child.trained] == [(1, 1), (1, 0), (1, 1)]
+    assert [key.round for key, _, _ in lab.child.trained] == [(1, 1), (1, 0), (1, 1)]

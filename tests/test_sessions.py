@@ -186,7 +186,7 @@ def test_a_child_whose_presence_was_lost_is_asked_for_it(
 def test_a_child_whose_only_presence_was_refused_is_asked_for_another_one() -> None:
     lab = Lab(names_of(1), start=False)
     session = lab.parent.session
-    session._limits["device-0"] = ChildLimits(samples=20)
+    session.limits["device-0"] = ChildLimits(samples=20)
     lab.mute(STATE)
     lab.start()
     wrong = Presence(NodeState.READY, "device", samples=21)

@@ -297,7 +297,7 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(pack([serialization.VERSION, SESSION, 5, [0, 0, -1], ""])).startswith(
+    assert refusal(pack([serialization.VERSION, SESSION, 5, [0, 0, -1, 2], ""])).startswith(
         "Acknowledgement.key: Key.local_round: -1 is not a count"
     )
     assert refusal(
@@ -564,7 +564,9 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
     assert reports in refusal(
-        pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None, False])
+        pack(
+            [serialization.VERSION, SESSION, 2, [0, 0, 0, 2], 1, list(values.values()), None, False]
+        )
     )
 
 
@@ -594,22 +596,22 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("49e9e0a39152e283")
-        + b"\xdc\x00\x10\x03\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("853ff258f9dc48b1")
+        + b"\xdc\x00\x10\x04\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
         + b"\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa0\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("331569b0d1a42ae2")
-        + b"\x98\x03\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[
+        bytes.fromhex("294fdbcbcdb53ea5")
+        + b"\x98\x04\xa1s\x02\x94\x01\x02\x03\x02\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[
             :-1
         ]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("375d1dd9ae0ec0f6")
-        + b"\x99\x03\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("4701b13a022bfee5")
+        + b"\x99\x04\xa1s\x03\x94\x00\x00\x00\x02\xa8training\x01\x02"
         + (b"\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
         + (b"\x91\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
     )

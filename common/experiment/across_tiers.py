@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.tiers import Tier, key_of, refused_private, rounds_of, sizes_of
+from fedstrata.common.model.codec_settings import PLAIN
 from fedstrata.common.settings import privacy
 from fedstrata.common.settings.cloud import EpochControl
 from fedstrata.common.settings.data import NUMBERS, Data, ModelSettings
 from fedstrata.common.settings.evaluation import EvaluationSettings
+from fedstrata.common.settings.secure import LEAST
 from fedstrata.common.settings.tables import Refused, check_table
 from fedstrata.common.settings.training import TrainingSettings
 
@@ -110,6 +112,48 @@ def check_privacy(tiers: Sequence[Tier], training: TrainingSettings) -> None:
             unit = settings.unit
         if unit:
             check_table(at, tier, refused_private(tier.aggregation, unit))
+
+
+def refused_secure(
+    tiers: Sequence[Tier],
+    tier: Tier,
+    control: EpochControl,
+    evaluation: EvaluationSettings,
+    fewest: int,
+) -> Refused:
+    """Yield why a tier's parents cannot do with the sums of its children's models; `fewest`:
+    children of a round.
+    """
+    rule = tier.aggregation
+    assert tier.secure is not None, "asked for a tier that has it alone"
+    at = f"{key_of(tiers, tier)}.secure is set"
+    remedy = "Use a rule of the mean, such as fedavg or fedadam, or secure in another tier."
+    if rule.of_mean is None or rule.returns or rule.buffers or rule.uploads_least > 1:
+        problem = f"{at}: the next model must depend on the uploads' mean alone"
+        yield "aggregation.name", problem, remedy
+    if rule.compares_losses or rule.reads_losses:
+        yield "aggregation.name", f"{at}: it needs each child's loss", remedy
+    if tier.selection.compares_losses:
+        yield "selection.name", f"{at}: it needs each child's loss", "Use another selector."
+    if tier.transfer.up != PLAIN.up:
+        yield "transfer.up.name", f"{at}: uploads are words of a sum", "Omit it."
+    if tier.norm_bound.action != "off":
+        yield "norm_bound.action", f"{at}: no upload is seen", "Omit it: secure.clip bounds values."
+    if tier.privacy.by_parent:
+        problem = f"{at}: the parent sees no update to clip"
+        yield "privacy.noise_by", problem, 'Use "child".'
+    if tier is tiers[0] and control.name != "fixed":
+        problem = "the epoch control compares the uploads"
+        yield "secure", problem, "Use it in a tier below the cloud."
+    if tier is tiers[-1] and evaluation.on_devices:
+        yield "secure", "devices send scores of their own", 'Use evaluation.at = "cloud".'
+    uploads = tier.closing.uploads_of(fewest)
+    needed = tier.secure.shares_needed(fewest)
+    if fewest >= LEAST and uploads < needed:
+        problem = f"of {fewest} children {needed} open a sum, by secure.threshold"
+        yield "closing.quorum", problem, f"Use {needed} or more, or a lower threshold."
+    if fewest < LEAST:
+        yield "secure", "the sum of a single child is its model", "Use two children or more."
 
 
 def check_personal(

@@ -134,10 +134,16 @@ class Attackers:
     def _check(self, adversary: Adversary) -> None:
         tree = self._tree()
         adversary.settings.check()
+        above = self._tiers[tree.depth(adversary.node) - 1]
+        unseen = ""
+        if above.aggregation.buffers:
+            unseen = "the parent's rule has uploads of several rounds at a time"
+        elif above.secure is not None:
+            unseen = "the parent learns the sum of uploads alone"
         adversary.settings.check_node(
             device=adversary.node not in tree.children,
             learns_classes=self._learns_classes,
-            buffers=self._tiers[tree.depth(adversary.node) - 1].aggregation.buffers,
+            unseen=unseen,
         )
 
     def _check_quorum(self, parent: str, silent: Sequence[str]) -> None:

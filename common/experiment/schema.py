@@ -28,6 +28,7 @@ from fedstrata.common.experiment.across_tiers import (
     check_same_initial,
     refused_entering,
     refused_refiner,
+    refused_secure,
 )
 from fedstrata.common.experiment.attackers import Attackers
 from fedstrata.common.experiment.tiers import (
@@ -36,6 +37,7 @@ from fedstrata.common.experiment.tiers import (
     TierTable,
     check_rounds,
     check_tiers,
+    fewest_of,
     is_short,
     key_of,
     layers_of,
@@ -181,6 +183,10 @@ class Experiment(ExperimentSettings):
             if tier.entering or tier.move_after_s is not None:
                 check_table(key, tier, refused_entering(tiers, tier, control))
             check_table(key, tier, refused_refiner(tier, self.data))
+            if tier.secure is not None:
+                fewest = fewest_of(tier, min(sizes))
+                refused = refused_secure(tiers, tier, control, self.evaluation, fewest)
+                check_table(key, tier, refused)
             for table, children in tier.aggregation.named_children.items():
                 self._check_children(f"{key}.aggregation.{table}", tier, children)
         check_objective(tiers, self.training)

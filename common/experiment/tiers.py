@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf, prod
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.methods.settings import (
@@ -31,6 +31,7 @@ from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.settings.closing import Closing, refused_closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.settings.privacy import PrivacySettings
+from fedstrata.common.settings.secure import SecureSettings
 from fedstrata.common.settings.tables import (
     NAME_FORM,
     Count,
@@ -74,6 +75,8 @@ class RoundSettings(SettingsTable):
     aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     privacy: PrivacySettings = PrivacySettings()
+    # Parents learn the sum of their children's models alone. Omitted: each model.
+    secure: SecureSettings | None = None
     closing: Closing = Closing()
     # The children that a parent needs: their number, or a share of them below 1. Others may be
     # absent when the run begins and take part once they are ready, and may leave. Without it the
@@ -89,6 +92,10 @@ class RoundSettings(SettingsTable):
     # Seconds after which a device whose parent is gone moves to another one; omitted: it waits for
     # its own.
     move_after_s: Positive | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_sums(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value or key != "secure"}
 
 
 class TierNodes(SettingsTable):
@@ -222,8 +229,8 @@ def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
     for size in {min(sizes), max(sizes)}:
         count = participants(size, tier.participation)
         uploads = tier.closing.uploads_of
-        for taking_part in {count, min(count, _fewest(tier, size))}:
-            fewest = min(uploads(taking_part), _fewest(tier, size))
+        for taking_part in {count, min(count, fewest_of(tier, size))}:
+            fewest = min(uploads(taking_part), fewest_of(tier, size))
             tier.aggregation.check(f"{key}.aggregation", taking_part, fewest)
     tier.selection.check(f"{key}.selection", max(sizes), max(selected))
     check_table(key, tier, _refused_beside(tier))
@@ -234,7 +241,7 @@ def _refused_share(tier: Tier) -> Refused:
         yield "participation", "selects no clients", "Give a fraction above 0 and at most 1."
 
 
-def _fewest(tier: Tier, size: int) -> int:
+def fewest_of(tier: Tier, size: int) -> int:
     """Return how many of so many children take part at least."""
     minimum = tier.minimum_of(size)
     if minimum is not None:

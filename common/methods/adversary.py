@@ -123,22 +123,21 @@ class Adversaries(SettingsTable):
         if not alone and not attack.does("upload"):
             yield "knows", f"{attack.name} sends no upload of its own", 'Use "itself".'
 
-    def check_node(self, *, device: bool, learns_classes: bool, buffers: bool) -> None:
+    def check_node(self, *, device: bool, learns_classes: bool, unseen: str) -> None:
         """Check that it can be done at a device, or an institution, or on its link. Raises
         InvalidExperiment.
 
-        `buffers`: its parent's rule has uploads of several rounds.
+        `unseen`: why its parent does not see the uploads of one round, empty if it does.
         """
-        check_table(KEY, self, self._refused_at(device, learns_classes, buffers))
+        check_table(KEY, self, self._refused_at(device, learns_classes, unseen))
 
-    def _refused_at(self, device: bool, learns_classes: bool, buffers: bool) -> Refused:
+    def _refused_at(self, device: bool, learns_classes: bool, unseen: str) -> Refused:
         does = self.attack.does
-        if buffers and self.hosted and does("upload"):
-            problem = "the parent's rule has uploads of several rounds at a time"
+        if unseen and self.hosted and does("upload"):
             if self.links:
-                yield "links", problem, "Use another rule, or nodes in place of links."
+                yield "links", unseen, "Use another tier or rule, or nodes in place of links."
             else:
-                yield "knows", problem, 'Use "itself", or another rule.'
+                yield "knows", unseen, 'Use "itself", or another tier or rule.'
         if any(map(does, DATA)) and self.links:
             yield "attack.name", "no samples pass a link", "Name devices in nodes."
         if any(map(does, PARENTS)) and device and not self.links:

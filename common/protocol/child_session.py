@@ -7,7 +7,7 @@ reports the start of the work (`begin_work`), its progress (`progress`), and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Final, Unpack
@@ -43,7 +43,12 @@ from fedstrata.common.protocol.events import (
     TaskReceived,
 )
 from fedstrata.common.protocol.limits import SenderBounds
-from fedstrata.common.protocol.manifest import FROZEN_CODEC, ModelForm
+from fedstrata.common.protocol.manifest import (
+    EXCHANGE_MOST,
+    FROZEN_CODEC,
+    ModelForm,
+    check_exchange,
+)
 from fedstrata.common.protocol.messages import (
     LIVING,
     About,
@@ -65,6 +70,7 @@ from fedstrata.common.protocol.messages import (
     Question,
     Reports,
     Result,
+    RoundTurn,
     Task,
 )
 from fedstrata.common.protocol.outbox import Output
@@ -116,6 +122,9 @@ class ChildSession:
         phase_s = PHASE_S if above.below is None else 0.0
         self.participant = Participant(idle_s=transfer.idle_s, phase_s=phase_s)
         self._form: ModelForm | None = None
+        self._secure = above.secure
+        # whether the node can do a later turn of a secure sum
+        self.holds: Callable[[Key], bool] = lambda key: False
         self._frozen = above.frozen
         self._limits = above.limits
         self._bound()
@@ -182,6 +191,8 @@ class ChildSession:
         if limits is None:
             return
         blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
+        if self._secure:
+            blob_bytes = max(blob_bytes, EXCHANGE_MOST)
         frozen_bytes = 0 if self._frozen is None else self._frozen.nbytes
         above = SenderBounds(
             nodes=limits.below_parent,
@@ -335,18 +346,38 @@ class ChildSession:
 
     def _take_task(self, task: Task, now: float) -> None:
         try:
-            if self._form is not None:
-                self._form.check(task.model)
-            if self._limits is not None:
-                self._limits.check(task)
+            self._check_task(task)
         except RefusedModel as error:
-            # the task is repeated until it is answered
-            if self.link.answers.take(self.parent, now):
-                self._declined = Declined(task.key, short(str(error)))
+            self._decline(task, str(error), now)
             raise Misfit(f"a task: {error}") from None
-        else:
-            self._task_session = self._parent_session
-            self.participant.receive(task, now=now)
+        scores = task.key.turn == RoundTurn.MODEL and not task.epochs
+        later = task.key.turn != RoundTurn.KEYS and not scores
+        if self._secure and later and not self.holds(task.key):
+            self._decline(task, "its keys are those of another process", now, lacks_keys=True)
+            return
+        self._task_session = self._parent_session
+        self.participant.receive(task, now=now)
+
+    def _check_task(self, task: Task) -> None:
+        """Check a task's numbers and the form of its model. Raises RefusedModel."""
+        if task.key.turn != RoundTurn.MODEL:
+            if not self._secure:
+                raise RefusedModel("a secure sum, which this tier does not have")
+            check_exchange(task.model)
+        elif self._form is not None:
+            self._form.check(task.model)
+        if self._limits is not None:
+            self._limits.check(task)
+
+    def decline(self, task: Task, reason: str, now: float) -> None:
+        """Reject a task that this node cannot do, with the reason; the parent may send it again."""
+        self.participant.abandon()
+        self._decline(task, reason, now)
+
+    def _decline(self, task: Task, reason: str, now: float, *, lacks_keys: bool = False) -> None:
+        # the task is repeated until it is answered
+        if self.link.answers.take(self.parent, now):
+            self._declined = Declined(task.key, short(reason), lacks_keys)
 
     def _take_frozen(self, offered: Manifest) -> None:
         """Take the parent's offer of frozen arrays; one that nobody waits for is late. Raises
@@ -424,7 +455,9 @@ class ChildSession:
                 self.link.events.append(event)
             elif event.reason:
                 self.link.events.append(ResultRefused(event.reason))
-            elif self.accepted is None or event.key > self.accepted:
+            elif event.key.turn == RoundTurn.MODEL and (
+                self.accepted is None or event.key > self.accepted
+            ):
                 self.accepted = event.key
 
     def _transferred(self, event: ReceiverEvent) -> None:

@@ -26,6 +26,7 @@ from fedstrata.common.protocol.messages import (
     Presence,
     Progress,
     Result,
+    RoundTurn,
     Task,
 )
 from fedstrata.common.protocol.round_state import (
@@ -110,9 +111,10 @@ class Coordinator:
         now: float,
         used: Mapping[str, tuple[int, int]] = NOTHING_USED,
         carried: Collection[str] | None = None,
+        turn: RoundTurn = RoundTurn.MODEL,
     ) -> Key:
-        """Open a round for the assigned children; a round earlier than the last one begins a new
-        attempt.
+        """Open a round for the assigned children, or a turn of it; one that is not later than the
+        last one begins a new attempt.
 
         `used`: the global and the local round of each child's last result that was used, perhaps by
         an earlier process. `carried`: the children whose tasks of earlier rounds go on, and count
@@ -122,9 +124,9 @@ class Coordinator:
         self.end(but=going_on)
         attempt = 0
         if self.key is not None:
-            back = (global_round, local_round) <= (self.key.global_round, self.key.local_round)
+            back = (global_round, local_round, turn) <= self.key[1:]
             attempt = self.key.attempt + back
-        self.key = Key(attempt, global_round, local_round)
+        self.key = Key(attempt, global_round, local_round, int(turn))
         self._closing = closing
         self.is_open = True
         self._buffered = carried is not None
@@ -176,9 +178,7 @@ class Coordinator:
             child.result = replace(message, inline=None)
             child.progressed = now
             child.seconds = now - child.assigned
-            work = message.work
-            child.loss = work.loss
-            child.worked_s = work.train_s + work.wait_s + work.pause_s
+            child.note_work(message)
             if self.timeline.first_result is None:
                 self.timeline.first_result = now
             if not self._without_result.any(lambda c: c.result is None):
@@ -201,7 +201,7 @@ class Coordinator:
             child = self.children[name]
             answer = child.acknowledged
             if name not in but and answer is not None and child.go(ChildCause.TAKE_BACK):
-                self.taken_back += 1
+                self.taken_back += answer.key.turn == RoundTurn.MODEL
                 child.acknowledged = replace(answer, reason=TAKEN_BACK)
                 self._acknowledgements.append((name, child.acknowledged))
         self.is_open = False
@@ -313,7 +313,7 @@ class Coordinator:
         child = self.children[name]
         if self._serves(child, key) and child.go(ChildCause.ACCEPT):
             child.progressed = now
-            self.accepted += 1
+            self.accepted += key.turn == RoundTurn.MODEL
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
@@ -505,7 +505,8 @@ class Coordinator:
             return
         answer = child.acknowledged
         if answer is None or answer.key < result.key:
-            reason = "" if result.key[1:] == child.used else CLOSED
+            asked = result.key.turn != RoundTurn.MODEL  # about a sum, which others have opened
+            reason = "" if asked or result.key.round == child.used else CLOSED
             self.late += bool(reason)
             answer = child.acknowledged = Acknowledgement(result.key, reason)
         # A repeat of an earlier result must not replace the answer to the last one, which may be
@@ -542,7 +543,8 @@ class Coordinator:
         self.is_open = False
         self.timeline.closed = now
         closed = closed_of(key, self.children)
-        self.used += len(closed.results)
+        if key.turn == RoundTurn.MODEL:
+            self.used += len(closed.results)
         self.timeline.seconds = {name: self.children[name].seconds for name in closed.results}
         if self._buffered:
             carried = set(closed.missing)

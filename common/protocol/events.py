@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fedstrata.common.model.layout import Row
 from fedstrata.common.protocol.messages import (
     Announcement,
+    Key,
     Manifest,
     NodeState,
     Probe,
@@ -30,6 +31,16 @@ class CostsUnknown:
     """
 
     node: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeysLost:
+    """A child's process cannot take part in the secure sum of the open round, whose keys it does
+    not have.
+    """
+
+    child: str
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,10 @@ from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    Key,
     Message,
     Result,
+    RoundTurn,
     Task,
 )
 from fedstrata.common.settings.data import samples_most
@@ -218,6 +220,29 @@ class ChildLimits:
 ANY: Final = ChildLimits()  # of a node below which there is nobody, with any data
 
 
+def bounds_of_children(
+    limits: Mapping[str, ChildLimits], *, blob_bytes: int, inline_bytes: int
+) -> tuple[dict[str, SenderBounds], int]:
+    """Return the bounds of each child's messages, with models of so many bytes, and how many nodes
+    the children and those below them are.
+    """
+    bounds = {}
+    everybody = 0
+    for name, limit in limits.items():
+        nodes = len(limit.below) + limit.guests
+        everybody += nodes + 1
+        bounds[name] = SenderBounds(
+            nodes=nodes,
+            blob_bytes=blob_bytes,
+            inline_bytes=inline_bytes,
+            frozen_bytes=0,
+            plans=bool(limit.aggregators),
+            announces=False,
+            score_bytes=limit.score_bytes,
+        )
+    return bounds, everybody
+
+
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
     """Limits of a parent's tasks."""
@@ -232,20 +257,28 @@ class TaskLimits:
     def check(self, task: Task) -> None:
         """Check a task's numbers. Raises RefusedModel."""
         key = task.key
+        if key.turn != RoundTurn.MODEL:
+            if key.turn > RoundTurn.UNMASK or task.epochs or task.follows:
+                raise RefusedModel(f"turn {key.turn} of a secure sum with {task.epochs} epochs")
+            self._check_round(key)
+            return
         if not task.epochs and self.scored:
             if key.global_round > self.global_rounds or key.local_round:
                 raise RefusedModel(
                     f"round {key.global_round}.{key.local_round} to score, this run has none"
                 )
             return
-        if key.global_round >= self.global_rounds or key.local_round >= self.local_rounds:
-            least = f"{self.global_rounds} global rounds of {self.local_rounds}"
-            raise RefusedModel(f"round {key.global_round}.{key.local_round}, this run has {least}")
+        self._check_round(key)
         number = key.global_round * self.local_rounds + key.local_round
         if task.follows > number:
             raise RefusedModel(f"follows task {task.follows}, only {number} can precede it")
         if not 1 <= task.epochs <= self.epochs:
             raise RefusedModel(f"{task.epochs} epochs, this run has 1 to {self.epochs}")
+
+    def _check_round(self, key: Key) -> None:
+        if key.global_round >= self.global_rounds or key.local_round >= self.local_rounds:
+            least = f"{self.global_rounds} global rounds of {self.local_rounds}"
+            raise RefusedModel(f"round {key.global_round}.{key.local_round}, this run has {least}")
 
 
 def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:

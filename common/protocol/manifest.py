@@ -18,6 +18,8 @@ from fedstrata.common.settings.links import LinkDirection
 MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64
 FROZEN_CODEC: Final = "safetensors"  # of frozen arrays
+EXCHANGE: Final = "exchange"  # the codec of keys and shares of a secure sum
+EXCHANGE_MOST: Final = 4_000_000  # bytes of them
 
 
 def describe(
@@ -100,6 +102,30 @@ def window_for(way: LinkDirection, chunk_bytes: int, usual: int, keepalive_s: fl
     held = way.rate * 2 * way.delay_s / chunk_bytes
     wanted = min(max(usual, math.ceil(2 * held)), WINDOW_MOST)
     return max(2, int(min(wanted, keepalive_s / 3 * way.rate / chunk_bytes)))
+
+
+def of_exchange(blob: bytes, *, cut: tuple[int, str]) -> Manifest:
+    """Return the manifest of a question or an answer of a secure sum; `cut`: the chunk size, and a
+    salt. All of it counts as extras.
+    """
+    chunk_bytes, salt = cut
+    return describe(
+        memoryview(blob),
+        chunk_bytes=chunk_bytes,
+        codec=EXCHANGE,
+        layout="",
+        reference="",
+        salt=salt,
+        extras=len(blob),
+    )
+
+
+def check_exchange(manifest: Manifest) -> None:
+    """Validate the manifest of a question or an answer of a secure sum. Raises RefusedModel."""
+    if (manifest.codec, manifest.layout, manifest.reference) != (EXCHANGE, "", ""):
+        raise RefusedModel("a model in place of keys or shares")
+    if manifest.size > EXCHANGE_MOST or manifest.extras != manifest.size:
+        raise RefusedModel(f"{manifest.size} bytes of keys or shares")
 
 
 @dataclass(frozen=True, slots=True)

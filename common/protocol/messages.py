@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from fedstrata.common.accounting.child_report import ChildReport
@@ -21,15 +21,34 @@ MIN_CHUNK_BYTES: Final = 1024
 MAX_CHUNK_BYTES: Final = 4_000_000
 
 
-class Key(NamedTuple):
-    """The round that a message belongs to. Within a parent's session keys only grow.
+class RoundTurn(IntEnum):
+    """What a parent asks of its children in a round, in order; without secure sums the model
+    alone.
+    """
 
-    `attempt` counts how often the parent returned to an earlier round, so it is compared first.
+    KEYS = 0
+    SHARES = 1
+    MODEL = 2
+    UNMASK = 3
+
+
+class Key(NamedTuple):
+    """The round that a message belongs to, and the turn in it. Within a parent's session keys only
+    grow.
+
+    `attempt` counts how often the parent returned to an earlier round or turn, so it is compared
+    first.
     """
 
     attempt: int
     global_round: int
     local_round: int
+    turn: int = int(RoundTurn.MODEL)
+
+    @property
+    def round(self) -> tuple[int, int]:
+        """The global and the local round."""
+        return self.global_round, self.local_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +255,7 @@ class Result:
     # A device's training loss of the model that came with the task, where the parent's rule reads
     # it.
     start_loss: float | None = None
+    withdrawn: ShortText = ""  # why there is no model, and the parent has to refuse the result
 
     @property
     def samples(self) -> int:
@@ -268,10 +288,13 @@ class Preparing:
 class Declined:
     """A child's rejection of an invalid task, with the reason; the task has changed nothing at the
     child.
+
+    `lacks_keys`: the keys of its secure sum are those of an earlier process.
     """
 
     key: Key
     reason: ShortText
+    lacks_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)

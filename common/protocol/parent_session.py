@@ -44,6 +44,7 @@ from fedstrata.common.protocol.events import (
     Entered,
     FrozenAsked,
     GoodbyeReceived,
+    KeysLost,
     PeerChanged,
     ProbeReceived,
     TargetsChanged,
@@ -54,12 +55,12 @@ from fedstrata.common.protocol.events import (
 from fedstrata.common.protocol.limits import (
     ANY,
     NODES_MOST,
-    ChildLimits,
     SenderBounds,
+    bounds_of_children,
     check_report,
     with_plausible_costs,
 )
-from fedstrata.common.protocol.manifest import ModelForm
+from fedstrata.common.protocol.manifest import EXCHANGE_MOST, ModelForm, check_exchange
 from fedstrata.common.protocol.messages import (
     LIVING,
     About,
@@ -77,6 +78,7 @@ from fedstrata.common.protocol.messages import (
     Question,
     Reports,
     Result,
+    RoundTurn,
     Status,
 )
 from fedstrata.common.protocol.outbox import Output
@@ -119,17 +121,18 @@ class ParentSession:
             take=self._take,
             progressed=self._progressed,
         )
-        self._limits = dict.fromkeys(links, ANY) | dict(below.limits)
+        self.limits = dict.fromkeys(links, ANY) | dict(below.limits)  # of what each child reports
         self._places = Places(below.entering)
         self._form_bytes = 0
-        online = {name: limit.online for name, limit in self._limits.items()}
+        self._secure = below.secure
+        online = {name: limit.online for name, limit in self.limits.items()}
         self.coordinator = Coordinator(links, idle_s=transfer.idle_s, online=online)
         looks_s = transfer.idle_s if any(online.values()) else inf
         self._absence = AwayWatch(idle_s=looks_s)
-        nodes = {name: limit.below.keys() for name, limit in self._limits.items()}
+        nodes = {name: limit.below.keys() for name, limit in self.limits.items()}
         self._bound()
         self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=nodes)
-        self.targets = Targets(nodes, {name: limit.guests for name, limit in self._limits.items()})
+        self.targets = Targets(nodes, {name: limit.guests for name, limit in self.limits.items()})
         self.attendance = Attendance(
             links, varying=[name for name, names in nodes.items() if names]
         )
@@ -156,7 +159,7 @@ class ParentSession:
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of uploads; must be known before the first round."""
         self._form = form
-        self._form_bytes = form.size
+        self._form_bytes = max(form.size, EXCHANGE_MOST * self._secure)
         self._bound()
 
     def open(
@@ -169,6 +172,7 @@ class ParentSession:
         now: float,
         used: Mapping[str, tuple[int, int]] = NOTHING_USED,
         carried: Collection[str] | None = None,
+        turn: RoundTurn = RoundTurn.MODEL,
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
         self._assignments = {**self._assignments, **assignments}
@@ -180,6 +184,7 @@ class ParentSession:
             now=now,
             used=used,
             carried=carried,
+            turn=turn,
         )
 
     def fetch(
@@ -252,11 +257,6 @@ class ParentSession:
             self.link.publishing.hasten()
         self.link.own.set_state(state, **facts)
 
-    @property
-    def limits(self) -> Mapping[str, ChildLimits]:
-        """What each child may report."""
-        return self._limits
-
     # Presence of the children
 
     def readiness(self, now: float) -> Readiness:
@@ -296,7 +296,7 @@ class ParentSession:
         """
         left = self._places.given_back(now, idle_s=self.link.transfer.idle_s)
         for name in left:
-            del self._limits[name]
+            del self.limits[name]
             self.rates.pop(name, None)
             self.coordinator.remove(name)
             self.attendance.remove(name)
@@ -316,7 +316,7 @@ class ParentSession:
     def _enter(self, name: str, now: float) -> None:
         """Take in an expected node that has joined. Raises Misfit if there is no room."""
         entering = self._places.enter(name, now, children=len(self.link.peers))
-        self._limits[name] = limits = entering.limits(name)
+        self.limits[name] = limits = entering.limits(name)
         self.link.ways.add(name, entering.link(name))
         self.coordinator.add(name, online=limits.online)
         self.attendance.add(name)
@@ -329,20 +329,10 @@ class ParentSession:
         """Set the bounds of the children's messages, and of the presences under this node's own
         name.
         """
-        bounds = {}
-        everybody = 0
-        for name, limit in self._limits.items():
-            nodes = len(limit.below) + limit.guests
-            everybody += nodes + 1
-            bounds[name] = SenderBounds(
-                nodes=nodes,
-                blob_bytes=self._form_bytes,
-                inline_bytes=self.link.transfer.inline_bytes,
-                frozen_bytes=0,
-                plans=bool(limit.aggregators),
-                announces=False,
-                score_bytes=limit.score_bytes,
-            )
+        inline_bytes = self.link.transfer.inline_bytes
+        bounds, everybody = bounds_of_children(
+            self.limits, blob_bytes=self._form_bytes, inline_bytes=inline_bytes
+        )
         bounds[self.link.identity.name] = SenderBounds(nodes=everybody)
         self.link.admission.bounds = bounds
 
@@ -429,14 +419,12 @@ class ParentSession:
         # a child with a retained state that nobody proved is absent until it joins
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, Progress | Result):
             # first: an error in its counts must not hide its progress
             self._receive(sender, message, now)
             self._count(sender, session, message.traffic, message.below)
-        elif isinstance(message, Result):
-            self._receive(sender, message, now)
-            self._count(sender, session, message.traffic, message.below)
-            self._enter_reports(sender, session, message.children)
+            if isinstance(message, Result):
+                self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
             self._prepares(sender, message, now)
         elif isinstance(message, Question) and message.about is About.FROZEN:
@@ -445,8 +433,7 @@ class ParentSession:
             if self.link.answers.take(sender, now):  # else it asks again
                 self.link.events.append(FrozenAsked(sender))
         elif isinstance(message, Declined):
-            self.coordinator.declined(sender, message.key, short(message.reason))
-            raise Misfit(f"it declined its task: {short(message.reason)}")
+            self._declined(sender, message)
         elif isinstance(message, Probed):
             self.link.events.append(ProbeReceived(sender, message))
         elif isinstance(message, Reports):
@@ -463,6 +450,14 @@ class ParentSession:
     def _receive(self, sender: str, message: Progress | Result, now: float) -> None:
         if reason := self.coordinator.receive(sender, message, now=now):
             raise Misfit(reason)
+
+    def _declined(self, sender: str, message: Declined) -> None:
+        """Note why a child declined its task. Raises Misfit if the task is not possible."""
+        reason = short(message.reason)
+        self.coordinator.declined(sender, message.key, reason)
+        if not message.lacks_keys:
+            raise Misfit(f"it declined its task: {reason}")
+        self.link.events.append(KeysLost(sender, message.key))
 
     def _presence(self, proven: Proven, now: float) -> None:
         """Handle a child's proven presence. Raises Misfit."""
@@ -496,7 +491,7 @@ class ParentSession:
 
     def _checked(self, child: str, presence: Presence) -> Presence:
         """Return a child's presence as it counts here. Raises Misfit."""
-        most = self._limits[child].samples
+        most = self.limits[child].samples
         if presence.samples > most:
             raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
         parent = presence.parent
@@ -558,7 +553,7 @@ class ParentSession:
         known = []
         unknown = []
         for report in reports:
-            if self._limits[child].most_samples(report) is None:
+            if self.limits[child].most_samples(report) is None:
                 unknown.append(report)
             else:
                 known.append(report)
@@ -572,11 +567,17 @@ class ParentSession:
         try:
             if self._form is None:
                 raise RefusedModel("no model is expected yet")
+            if result.key.turn != RoundTurn.MODEL:
+                check_exchange(result.model)
+                self.link.events.append(announced)
+                return
+            if result.withdrawn:
+                raise RefusedModel(result.withdrawn)
             assignment = self._assignments[child]
             if assignment.epochs:
                 self._form.check(result.model, reference=assignment.model.blob)
-            result, liars = with_plausible_costs(result, child=child, limits=self._limits[child])
-            check_report(result, limits=self._limits[child], epochs=assignment.epochs)
+            result, liars = with_plausible_costs(result, child=child, limits=self.limits[child])
+            check_report(result, limits=self.limits[child], epochs=assignment.epochs)
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
         else:

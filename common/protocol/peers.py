@@ -38,6 +38,7 @@ class ToParent:
     # The experiment names another parent or none, so each process of this one has to be asked to
     # take the node in.
     entered: bool = False
+    secure: bool = False  # the parent learns sums alone
 
     @property
     def gone_after_s(self) -> float:
@@ -57,6 +58,7 @@ class ToChildren:
     limits: Mapping[str, ChildLimits] = field(default_factory=dict)
     entering: Entering | None = None  # who else may become a child
     onward: Mapping[str, float] = field(default_factory=dict)  # see `LinkSet`
+    secure: bool = False  # the parent learns sums alone
 
 
 def to_parent(
@@ -84,6 +86,7 @@ def to_parent(
         below=below,
         patience_s=patience_s,
         entered=entered,
+        secure=experiment.tier_above(node).secure is not None,
     )
 
 
@@ -97,4 +100,5 @@ def to_children(experiment: Experiment, parent: str) -> ToChildren:
         limits=limits_below(experiment, parent),
         entering=entering_below(experiment, parent),
         onward=experiment.onward_rates(parent),
+        secure=experiment.tier_below(parent).secure is not None,
     )

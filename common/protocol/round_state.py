@@ -30,6 +30,7 @@ from fedstrata.common.protocol.messages import (
     Phase,
     Progress,
     Result,
+    RoundTurn,
 )
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.devices import OnlineTimes
@@ -303,6 +304,13 @@ class ChildInRound:
             self.carried_best = carried - self.carried_from
             if self.carried_best <= CHUNKS_CARRIED * self.chunk_bytes:
                 self.progressed = now
+
+    def note_work(self, result: Result) -> None:
+        """Note the loss and the seconds of a training."""
+        if result.key.turn == RoundTurn.MODEL:
+            work = result.work
+            self.loss = work.loss
+            self.worked_s = work.train_s + work.wait_s + work.pause_s
 
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""

@@ -26,7 +26,7 @@ from fedstrata.common.protocol.limits import ANYBODY, SenderBounds
 from fedstrata.common.protocol.messages import DIGEST_BYTES, Here, Message, Question
 from fedstrata.common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 3
+VERSION: Final = 4
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind

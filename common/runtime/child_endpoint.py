@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.accounting.child_report import ChildReport
-from fedstrata.common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed, WireError
 from fedstrata.common.host.offload import offload
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
@@ -35,8 +36,8 @@ from fedstrata.common.protocol.events import (
     RunEnded,
     TaskReceived,
 )
-from fedstrata.common.protocol.manifest import missing, shared
-from fedstrata.common.protocol.messages import Manifest, NodeState, Phase, Task
+from fedstrata.common.protocol.manifest import EXCHANGE, missing, of_exchange, shared
+from fedstrata.common.protocol.messages import Manifest, NodeState, Phase, RoundTurn, Task
 from fedstrata.common.protocol.peers import ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Landing
@@ -45,8 +46,9 @@ from fedstrata.common.runtime.discovery import Found, Moved
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.frozen import FrozenFetch
 from fedstrata.common.runtime.link_models import Arriving, Models, ModelUnavailable
-from fedstrata.common.runtime.round import DoTask
+from fedstrata.common.runtime.round import DoTask, WorkResult
 from fedstrata.common.runtime.world import REAL, World, within
+from fedstrata.common.secure.member import SecureMember
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16
@@ -101,6 +103,7 @@ class ChildEndpoint(Endpoint):
         self._inbox = np.empty(0, np.uint8)
         self._model: Arriving | None = None
         self._result_model: tuple[Manifest, memoryview] | None = None
+        self._member: SecureMember | None = None
         self._over: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         self._goodbye = asyncio.Event()
         self._began = asyncio.Event()
@@ -141,13 +144,18 @@ class ChildEndpoint(Endpoint):
         finally:
             await _stop(task)
 
-    async def serve(self, layouts: LinkLayouts, work: DoTask) -> None:
+    async def serve(
+        self, layouts: LinkLayouts, work: DoTask, *, member: SecureMember | None = None
+    ) -> None:
         """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go
-        down and up.
+        down and up. `member`: what answers for a secure sum.
 
         Raises ParentGaveUp.
         """
         self._layouts = layouts
+        self._member = member
+        if member is not None:
+            self.session.holds = member.holds
         self.session.set_form(self.models.form(layouts.down))
         self.session.prepared()
         current: asyncio.Task[None] | None = None
@@ -234,7 +242,7 @@ class ChildEndpoint(Endpoint):
         self._fetching = None
         if isinstance(event, ModelFailed):
             model.fail(ModelUnavailable(event.reason))
-        elif self.models.received.is_row:
+        elif self.models.received.is_row or model.manifest.codec == EXCHANGE:
             self._has(model)
         else:
             self._decoding = asyncio.create_task(
@@ -250,6 +258,10 @@ class ChildEndpoint(Endpoint):
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # it will be overwritten
         self.probes.end()
+        if task.key.turn != RoundTurn.MODEL:
+            self._result_model = None
+            await self._answer(task)
+            return
         model = await self._fetch(task, inside, layouts.down)
         task = replace(task, inline=None)  # the model has its bytes
         self._result_model = None
@@ -270,7 +282,7 @@ class ChildEndpoint(Endpoint):
             self._fetching = None
             session.stop_fetching(task, self.now())
             await _stop(self._decoding)  # it writes the row
-        if not task.epochs:  # the model was scored alone
+        if not task.epochs or result.withdrawn:  # the model was scored alone, or there is none
             session.participant.finish(result.announcement(task, task.model), now=self.now())
             self.wake()
             return
@@ -281,6 +293,37 @@ class ChildEndpoint(Endpoint):
         inline = self.link.offers.add(manifest, result.blob, self.link.peers)
         self._result_model = manifest, result.blob
         session.participant.finish(result.announcement(task, manifest, inline), now=self.now())
+        self.wake()
+
+    async def _answer(self, task: Task) -> None:
+        """Answer a question of a secure sum."""
+        assert self._member is not None, "the session refuses it"
+        manifest = task.model
+        row = np.empty(manifest.size, np.uint8)
+        model = Arriving(manifest, row, row.data, np.ones(manifest.chunks, np.bool_))
+        self._fetching = model
+        self.session.fetch(task, model.buffer, self.now(), lacking=model.lacking)
+        self.wake()
+        try:
+            await model.whole()
+            answer = await offload(partial(self._member.answer, task.key, model.buffer))
+        except ModelUnavailable:
+            self.session.participant.abandon()
+            return
+        except (RefusedModel, WireError) as error:
+            self.session.decline(task, str(error), self.now())
+            self.wake()
+            return
+        finally:
+            self._fetching = None
+            self.session.stop_fetching(task, self.now())
+        blob = memoryview(answer)
+        peers = self.link.peers
+        described = of_exchange(answer, cut=self.link.offers.cut(peers))
+        inline = self.link.offers.add(described, blob, peers)
+        self._result_model = described, blob
+        result = WorkResult(blob, Work()).announcement(task, described, inline)
+        self.session.participant.finish(result, now=self.now())
         self.wake()
 
     async def _fetch(self, task: Task, inside: Row | None, layout: ModelLayout) -> Arriving:

@@ -21,6 +21,7 @@ from fedstrata.common.protocol.events import (
     Entered,
     FrozenAsked,
     GoodbyeReceived,
+    KeysLost,
     PeerChanged,
     ProbeReceived,
     TargetsChanged,
@@ -29,7 +30,8 @@ from fedstrata.common.protocol.events import (
     UploadRefused,
 )
 from fedstrata.common.protocol.limits import possible_scores
-from fedstrata.common.protocol.messages import Announcement, Failure, Target
+from fedstrata.common.protocol.manifest import of_exchange
+from fedstrata.common.protocol.messages import Announcement, Failure, RoundTurn, Target
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
@@ -38,8 +40,9 @@ from fedstrata.common.runtime.calibration import Probes, measure_all
 from fedstrata.common.runtime.endpoint import BrokerStatistics, Endpoint
 from fedstrata.common.runtime.frozen import FrozenOffers
 from fedstrata.common.runtime.incoming import IncomingUploads
+from fedstrata.common.runtime.incoming_answers import IncomingAnswers
 from fedstrata.common.runtime.link_models import Arriving, Models
-from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
+from fedstrata.common.runtime.round import ClosedRound, Dispatch, KeysNeeded, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkDirection, Links
@@ -97,7 +100,11 @@ class ParentEndpoint(Endpoint):
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)
         self._layouts: LinkLayouts | None = None
-        self._incoming = IncomingUploads(self, self.session, self.models, spool or Spool(None))
+        self._uploads = IncomingUploads(self, self.session, self.models, spool or Spool(None))
+        self._incoming: IncomingUploads | IncomingAnswers = self._uploads
+        # of the open turn of a secure sum: how many children may lack its keys, and which do
+        self._spare = 0
+        self._without_keys: set[str] = set()
         self._sent: dict[str, int] = {}  # bytes of the model of each child with a task
         self._closed: asyncio.Future[Closed] | None = None
         self._changed = asyncio.Event()
@@ -197,7 +204,7 @@ class ParentEndpoint(Endpoint):
         children = dispatch.children if dispatch.carried is None else self.peers
         assignments = await self._offer(dispatch)
         self._sent |= {name: assignment.model.size for name, assignment in assignments.items()}
-        self._incoming.open(children, layout)
+        self._uploads.open(children, layout)
         self._closed = asyncio.get_running_loop().create_future()
         for model, _ in dispatch.models:
             if isinstance(model, Arriving):
@@ -228,13 +235,13 @@ class ParentEndpoint(Endpoint):
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
             self._detach()
-            await self._incoming.settled()
+            await self._uploads.settled()
             for blob in retired:
                 self.models.release(blob)
             sent = self._sent
             self._sent = {name: self._sent[name] for name in in_flight}
         results = {name: closed.results[name] for name in children if name in closed.results}
-        uploads = self._incoming.of(results)
+        uploads = self._uploads.of(results)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
         results, unscored = possible_scores(results, self.session.limits, tests=self.tests)
         return ClosedRound(
@@ -248,6 +255,50 @@ class ParentEndpoint(Endpoint):
             absent=dispatch.absent,
             unscored=unscored,
         )
+
+    async def exchange(
+        self,
+        turn: RoundTurn,
+        key: tuple[int, int],
+        questions: Mapping[str, bytes],
+        *,
+        closing: Closing,
+        spare: int = 0,
+        on_progress: Callable[[], None] = nothing,
+    ) -> Mapping[str, bytes]:
+        """Ask children in a turn of a secure sum of a round, `key`, and return the answers.
+
+        Raises KeysNeeded if more than `spare` lack what they need for them, and what `round`
+        raises.
+        """
+        self.session.set_form(self.models.form(self._require_layouts().up))
+        assignments = {}
+        for name, question in questions.items():
+            manifest = of_exchange(question, cut=self.link.offers.cut([name]))
+            inline = self.link.offers.add(manifest, memoryview(question), [name])
+            assignments[name] = Assignment(manifest, 0, inline)
+        incoming = self._incoming = IncomingAnswers(self, self.session)
+        self._spare = spare
+        self._without_keys.clear()
+        self._closed = asyncio.get_running_loop().create_future()
+        self.session.open(
+            global_round=key[0],
+            local_round=key[1],
+            assignments=assignments,
+            closing=closing,
+            now=self.now(),
+            turn=turn,
+        )
+        self._on_progress = on_progress
+        self.wake()
+        try:
+            closed = await self._closed
+        finally:
+            self._on_progress = nothing
+            self.session.end_round(self.now())
+            self._incoming = self._uploads
+            self._spare = 0
+        return {name: incoming.of(name) for name in questions if name in closed.results}
 
     async def gather(
         self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None
@@ -445,15 +496,20 @@ class ParentEndpoint(Endpoint):
             self.probes.transferred(event.result)
         elif isinstance(event, FrozenAsked):
             self.frozen.take(event)
-        elif isinstance(event, Closed | Stalled):
+        elif isinstance(event, Closed | Stalled | KeysLost):
             self._end(event)
 
-    def _end(self, event: Closed | Stalled) -> None:
+    def _end(self, event: Closed | Stalled | KeysLost) -> None:
         """End the round, if it has not ended."""
         if self._closed is None or self._closed.done():
             return
         if isinstance(event, Closed):
             self._closed.set_result(event)
+        elif isinstance(event, KeysLost):
+            if event.key == self.session.coordinator.key:
+                self._without_keys.add(event.child)
+            if len(self._without_keys) > self._spare:
+                self._closed.set_exception(KeysNeeded(event.child))
         else:
             self._closed.set_exception(_failure(event))
 

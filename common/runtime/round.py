@@ -23,13 +23,13 @@ from fedstrata.common.methods.selection import NOTHING, Choose, ClientSelection,
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner
-from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
+from fedstrata.common.protocol.messages import Manifest, Phase, Result, RoundTurn, Task
 from fedstrata.common.protocol.round_state import Timeline
 from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.world import REAL, World, nothing
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool
-from fedstrata.common.text import JSON_MOST, named
+from fedstrata.common.text import JSON_MOST, named, short
 
 # takes an event: its name, and facts that JSON can hold
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
@@ -39,6 +39,16 @@ NOTES: Final = "notes"  # beside them: what the trainer's user should know
 UNSCORED: Final = "unscored"  # in a plan: nodes whose scores are left out
 
 log = logging.getLogger("fedstrata.round")
+
+
+class KeysNeeded(Exception):
+    """A child's process lacks the keys of the secure sum that it is asked about: they are made
+    anew.
+    """
+
+    def __init__(self, child: str) -> None:
+        super().__init__(child)
+        self.child = child
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,9 @@ class ClosedRound:
     # nodes whose scores are left out, each with the reason
     # (`common.protocol.limits.possible_scores`); their models count
     unscored: Mapping[str, str] = field(default_factory=dict)
+    # Of a secure sum, whose mean is the only upload: all that took part, and their weights in it.
+    summed: Sequence[str] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, ResultFacts]:
@@ -109,11 +122,12 @@ class ClosedRound:
         if self.buffered:
             found["used"] = [*self.results, *self.refused]
         else:
-            children = self.uploads.children
+            children = self.summed or self.uploads.children
             found["without"] = [child for child in children if child not in self.results]
         found["unreported"] = list(unreported)
         found["absent"] = list(self.absent)
         found[UNSCORED] = dict(self.unscored)
+        found["weights"] = dict(self.weights)
         return {"node_round": r} | {name: children for name, children in found.items() if children}
 
     @property
@@ -138,6 +152,7 @@ class WorkResult:
     children: tuple[ChildReport, ...] = ()
     plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
     start_loss: float | None = None
+    withdrawn: str = ""  # why there is no model
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the blob."""
@@ -166,6 +181,7 @@ class WorkResult:
             self.children,
             plans,
             start_loss=self.start_loss,
+            withdrawn=short(self.withdrawn),
         )
 
 
@@ -241,6 +257,30 @@ class Children(Protocol):
         `ParentEndpoint.round`.
         """
 
+    async def exchange(
+        self,
+        turn: RoundTurn,
+        key: tuple[int, int],
+        questions: Mapping[str, bytes],
+        *,
+        closing: Closing,
+        spare: int = 0,
+        on_progress: Callable[[], None] = nothing,
+    ) -> Mapping[str, bytes]:
+        """Ask children in a turn of a secure sum, and return the answers, see
+        `ParentEndpoint.exchange`.
+        """
+
+
+Play: TypeAlias = Callable[[Children, Dispatch, Callable[[], None]], Awaitable[ClosedRound]]
+
+
+async def played(
+    down: Children, dispatch: Dispatch, on_progress: Callable[[], None]
+) -> ClosedRound:
+    """Run a round as it is dispatched."""
+    return await down.round(dispatch, on_progress=on_progress)
+
 
 async def run_round(
     down: Children,
@@ -254,14 +294,16 @@ async def run_round(
     epochs_of: Mapping[str, int] = NOTHING,
     last: bool,
     arriving: Arriving | None = None,
+    play: Play = played,
     on_progress: Callable[[], None] = nothing,
 ) -> tuple[Dispatch, ClosedRound]:
     """Run a node's round r with selected children, to each of which the rule gives a model.
 
     `key`: the global and the local round. `epochs_of`: of single children, in place of `epochs`.
-    `arriving`: the model that the rule passes on, while it is not complete. If the children are
-    lost before they answer, others that are available take their places, where the tier has
-    `min_available`. Raises what `Children.absent` and `Children.round` raise.
+    `play`: how a round that is dispatched is run. `arriving`: the model that the rule passes on,
+    while it is not complete. If the children are lost before they answer, others that are available
+    take their places, where the tier has `min_available`. Raises what `Children.absent` and
+    `Children.round` raise.
     """
     tried = set[str]()
     lost = set[str]()
@@ -299,7 +341,7 @@ async def run_round(
         if arriving is not None and not arriving.complete:
             dispatch = replace(dispatch, models=[(arriving, dispatch.children)])
         try:
-            return dispatch, await down.round(dispatch, on_progress=on_progress)
+            return dispatch, await play(down, dispatch, on_progress)
         except RunFailed as error:
             tried.update(selected)
             # one whose connection comes and goes is ready, again and again

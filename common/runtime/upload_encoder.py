@@ -12,7 +12,7 @@ not used is left out of the next one in its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,8 +23,11 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.codecs import Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.protocol.messages import Key
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.runtime.link_models import decode_row
+from fedstrata.common.runtime.round import WorkResult
+from fedstrata.common.secure.member import SecureMember
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,21 @@ class UploadEncoder:
     def _encode(self, row: Row, received: Row, task: int) -> memoryview:
         chance = generator(self.seed, Purpose.CODEC, self.node, task) if self.codec.delta else None
         return self.codec.encode(self.layout, row, reference=received, chance=chance)
+
+
+def hidden(member: SecureMember, key: Key, result: WorkResult, *, received: Row) -> WorkResult:
+    """Return a task's result with its model masked for a secure sum; its losses are in the sum.
+
+    What cannot be in one is withdrawn.
+    """
+    work = result.work
+    children = tuple(
+        replace(report, work=replace(report.work, loss=None)) for report in result.children
+    )
+    shown = replace(result, work=replace(work, loss=None), children=children, start_loss=None)
+    row = np.frombuffer(result.blob, np.uint8)
+    try:
+        words = member.masked(key, row, received, samples=work.samples, loss=work.loss)
+    except RefusedModel as error:
+        return replace(shown, blob=memoryview(b""), withdrawn=str(error))
+    return replace(shown, blob=words.data)

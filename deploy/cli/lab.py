@@ -23,7 +23,7 @@ from fedstrata.deploy.console.options import (
     run_connected,
     with_records,
 )
-from fedstrata.deploy.console.reporting import reporting, require
+from fedstrata.deploy.console.reporting import reporting
 from fedstrata.deploy.console.tabular import Column, Table
 
 app = typer.Typer(help="The nodes of a lab.", no_args_is_help=True)
@@ -146,7 +146,6 @@ def provision(
 
     with reporting():
         found = load(lab)
-        require("cryptography")
         chosen = find_wheel(wheel)
         then = revoke_certificates(found, lab, revoke, authority=authority) if revoke else ""
         kits = provision(found, lab, wheel=chosen, out=out, authority=authority)

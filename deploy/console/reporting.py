@@ -41,7 +41,6 @@ EXTRAS: Final[Mapping[str, str]] = {
     "PIL": "learning",
     "matplotlib": "report",
     "jinja2": "report",
-    "cryptography": "provision",
     "scipy": "methods",
     "tensorboardX": "tensorboard",
     "wandb": "wandb",

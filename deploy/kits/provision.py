@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from zipfile import BadZipFile, ZipFile
 
-from fedstrata.common.errors import InvalidExperiment, installing
+from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.files import write_private
 from fedstrata.common.metrics_server import SERVER_NAME
 from fedstrata.common.net.address import parse_hosts
@@ -202,13 +202,8 @@ def _locked_of(wheel: Path) -> dict[str, bytes]:
 
 
 def _authority(lab: Lab, folder: Path) -> Authority:
-    try:
-        from fedstrata.deploy.kits.authority import Authority
-    except ModuleNotFoundError:
-        remedy = f"{installing('provision')}, or set tls = false."
-        raise InvalidExperiment(
-            "tls", True, "certificates need the package cryptography", remedy
-        ) from None
+    from fedstrata.deploy.kits.authority import Authority
+
     return Authority.open(folder, name=lab.name)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -38,11 +39,13 @@ from fedstrata.common.protocol.limits import (
     with_plausible_costs,
 )
 from fedstrata.common.protocol.manifest import describe
-from fedstrata.common.protocol.messages import Key, Phase, Result, Task
+from fedstrata.common.protocol.messages import Key, Phase, Result, RoundTurn, Task
 from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
 from fedstrata.common.runtime.link_models import Arriving, decode_row
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, DoTask, Observe, WorkResult
 from fedstrata.common.runtime.world import new_session, nothing
+from fedstrata.common.secure.member import SecureMember
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import by_cause
 
@@ -68,6 +71,7 @@ class RoundDecisions:
 
 
 ALL_USED: Final = RoundDecisions()
+NO_MEMBERS: Final[Mapping[str, SecureMember | None]] = MappingProxyType({})
 
 
 class Clock:
@@ -111,7 +115,8 @@ class Calls:
     `below` returns the traffic of the tiers below a child, `limits` has what it may report.
     `recorded` returns what was decided in a round, from the global round and the local round in it;
     None: everybody's result is used. `silent` returns whether a child sends no result of a task.
-    `at_once`: how many children are called before the first one's result is awaited.
+    `at_once`: how many children are called before the first one's result is awaited. `members`:
+    what answers for each child in a secure sum.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Calls:
         recorded: Callable[[int, int], RoundDecisions] | None = None,
         silent: Callable[[str, Task], bool] = lambda child, task: False,
         at_once: int = 1,
+        members: Mapping[str, SecureMember | None] = NO_MEMBERS,
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
@@ -155,6 +161,7 @@ class Calls:
         self._observe = observe
         self._silent = silent
         self._at_once = at_once
+        self._members = members
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
         self._tasks = dict.fromkeys(self.peers, 0)
@@ -226,6 +233,8 @@ class Calls:
             done = await work
             try:
                 result = done.announcement(task, self._manifest)
+                if result.withdrawn:
+                    raise RefusedModel(result.withdrawn)
                 result, _ = with_plausible_costs(result, child=name, limits=self._limits[name])
                 check_report(result, limits=self._limits[name])
                 nbytes = 0
@@ -271,8 +280,27 @@ class Calls:
             model_bytes,
             buffered,
             dispatch.absent,
-            unscored,
+            unscored=unscored,
         )
+
+    async def exchange(
+        self,
+        turn: RoundTurn,
+        key: tuple[int, int],
+        questions: Mapping[str, bytes],
+        *,
+        closing: Closing,
+        spare: int = 0,
+        on_progress: Callable[[], None] = nothing,
+    ) -> Mapping[str, bytes]:
+        """Ask each child in a turn of a secure sum of a round, `key`, and return the answers."""
+        asked = Key(1, *key, int(turn))
+        found = {}
+        for name, question in questions.items():
+            member = self._members[name]
+            assert member is not None, "its tier has no secure sums"
+            found[name] = member.answer(asked, question)
+        return found
 
     async def _assign(self, dispatch: Dispatch) -> None:
         """Note the tasks of a round; those that it carries go before them."""

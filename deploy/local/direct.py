@@ -25,7 +25,6 @@ from fedstrata.common.errors import FedstrataError, StorageFailed
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.host.processes import interruptible
-from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.selection import Choose
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.model import tensors
@@ -36,6 +35,7 @@ from fedstrata.common.protocol.messages import Phase, Task
 from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import DoTask, NodeContext, Observe, Report, WorkResult
 from fedstrata.common.runtime.world import REAL
+from fedstrata.common.secure.links import links_of
 from fedstrata.common.settings.data import check_alike
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import Spool
@@ -114,10 +114,9 @@ async def _run(
     prepared = {name: training.prepare(device) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
-    work: dict[str, DoTask] = {
-        name: training.work(devices[name], _local(folder, name, facts))
-        for name, facts in prepared.items()
-    }
+    local = {name: _local(folder, name, facts) for name, facts in prepared.items()}
+    work = {name: training.work(devices[name], local[name]) for name in devices}
+    members = {name: local[name].member for name in devices}
     samples = {name: facts.samples for name, facts in prepared.items()}
     tests = {name: facts.tests for name, facts in prepared.items()}
 
@@ -128,7 +127,7 @@ async def _run(
             {child: work[child] for child in children},
             samples={child: samples[child] for child in children},
             tests={child: tests[child] for child in children},
-            layouts=link_layouts(tier.aggregation, layout),
+            layouts=links_of(experiment, tier, layout),
             codecs=tier.transfer,
             spool=spool,
             resident_mb=experiment.transfer.resident_mb,
@@ -139,6 +138,7 @@ async def _run(
             recorded=_recorded(decisions, parent),
             silent=partial(_silent, experiment),
             at_once=_at_once(experiment, where, parent),
+            members=members,
         )
 
     def choose(parent: str) -> Choose | None:
@@ -164,6 +164,7 @@ async def _run(
             layout=layout,
         )
         work[name] = rounds.work
+        members[name] = rounds.member
     spool = _spool(folder, CLOUD)
     down = calls(CLOUD, spool, record)
     try:

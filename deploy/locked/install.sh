@@ -1,6 +1,6 @@
 #!/bin/sh
 # Install exact versions of packages, each checked by its hash: install.sh PYTHON SET...
-# A set is a file beside this one: base, build, learning, embedded, report, provision, methods, docs, dev. `learning` brings
+# A set is a file beside this one: base, build, learning, embedded, report, methods, docs, dev. `learning` brings
 # PyTorch, of the build that TORCH names:
 #   cpu    that of PyTorch's own index (0.2 GB), else PyPI's; the default without an NVIDIA driver. TORCH_CPU_INDEX may
 #          name a copy of the index. On aarch64 PyPI's last one without CUDA (150 MB)

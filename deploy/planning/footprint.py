@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from fedstrata.common.experiment.schema import Experiment, TransferSettings
-from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.codec_settings import CodecSettings, FormSettings
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout
+from fedstrata.common.secure.links import links_of
 from fedstrata.common.settings.topology import participants
 
 AGENT_BYTES: Final = 60_000_000
@@ -45,7 +45,7 @@ def memory_of(
     own, *below = [
         participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)
     ]
-    links = [link_layouts(tier.aggregation, layout) for tier in tiers]
+    links = [links_of(experiment, tier, layout) for tier in tiers]
     learner = TORCH_BYTES if experiment.training.trainer.learns_module else AGENT_BYTES
     # the model that is evaluated, or kept
     copied = experiment.evaluation.on_cloud or experiment.stop.best

@@ -9,6 +9,7 @@ devices and that of their parent belong together, whoever was killed.
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +27,8 @@ from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.processes.shared_rows import new_row
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.round import NOTES, NUMBERS, WorkResult
-from fedstrata.common.runtime.upload_encoder import UploadEncoder
+from fedstrata.common.runtime.upload_encoder import UploadEncoder, hidden
+from fedstrata.common.secure.links import member_of
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates
 from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainerFolder
@@ -42,7 +44,7 @@ class LocalWork:
 
     A task is done by `order`, training, `result`, `encoded` and `keep`.
 
-    `secret`: the device's own, for noise.
+    `secret`: the device's own, for noise. `noise`: random bytes of the system.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LocalWork:
         *,
         states: Spool,
         secret: Callable[[], bytes] = no_secret,
+        noise: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._experiment = experiment
         self._node = node
@@ -60,6 +63,8 @@ class LocalWork:
         self.prepared = prepared
         self.layouts = link_layouts(experiment.tier_above(node).aggregation, prepared.layout)
         self._encoder = UploadEncoder.of(experiment, node, self.layouts.up)
+        # its part in the sums of its parent, if these are secure
+        self.member = member_of(experiment, node, prepared.layout, noise=noise)
         self._memory = DeviceMemory(
             self.layouts,
             kept_bytes=prepared.kept_bytes,
@@ -132,7 +137,10 @@ class LocalWork:
         blob = self._encoder.encode(
             memory.result, received=received, task=number, left_out=left_out
         )
-        return replace(result, blob=blob)
+        result = replace(result, blob=blob)
+        if self.member is None:
+            return result
+        return hidden(self.member, task.key, result, received=received)
 
     def delay_s(self, task: Task) -> float:
         """Return the seconds for which an adversary holds a task's result back, infinite if it

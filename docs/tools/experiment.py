@@ -133,6 +133,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "trainers](own-trainers.md) explains"
     " how to write one.",
     "cloud.privacy": "[Privacy](privacy.md) explains units, noise and the accountant.",
+    "cloud.secure": "[Secure sums](secure.md) explains what a round does then.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",

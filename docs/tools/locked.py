@@ -34,7 +34,7 @@ LOWEST_PYTHON: Final = "3.11"
 # What builds the project besides its own requirements: editable, for a clone that is worked on.
 EDITABLE: Final = "editables"
 # The sets of extras, each without what `base` has; `dev` has all extras, and comes last.
-EXTRAS: Final = ("learning", "embedded", "report", "provision", "methods", "docs")
+EXTRAS: Final = ("learning", "embedded", "report", "methods", "docs")
 COMPILE: Final = (
     sys.executable,
     "-m",

@@ -25,6 +25,7 @@ from tests.simulation.attacked import ATTACKED, attacked
 from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.secured import SECURED, secured
 from tests.simulation.together import deaths, in_order, trained_by_own
 
 TRAININGS_MOST: Final = 72  # per lab; more would only take longer
@@ -175,13 +176,14 @@ class DrawnLab:
 
 
 def draw_lab(seed: int) -> DrawnLab:
-    """Return the lab of a seed; one from ATTACKED on is that of a smaller seed, with adversaries."""
+    """Return the lab of a seed; one from ATTACKED on is that of a smaller seed, with adversaries,
+    one from SECURED on that with secure sums.
+    """
     drawn = _draw_lab(seed % ATTACKED)
-    return (
-        drawn
-        if seed < ATTACKED
-        else replace(drawn, seed=seed, experiment=attacked(seed, drawn.experiment))
-    )
+    if seed < ATTACKED:
+        return drawn
+    changed = secured if seed >= SECURED else attacked
+    return replace(drawn, seed=seed, experiment=changed(seed, drawn.experiment))
 
 
 def _draw_lab(seed: int) -> DrawnLab:

@@ -195,6 +195,12 @@ def settles_all_results(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = N
     )
 
 
+def opens_no_child(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that nobody was given shares of both secrets of a child in one exchange."""
+    both = [name for (_, name), kinds in faulty.evidence.opened.items() if len(kinds) > 1]
+    return f"both secrets were opened of {', '.join(both)}" if both else ""
+
+
 def weighs_by_what_is_prepared(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
     """Check that an institution weighs what its devices had prepared that could take part, whoever
     restarted.
@@ -214,7 +220,11 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
     evidence = faulty.evidence
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
-        again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
+        nodes = (device, *_above(drawn, device))
+        if any(tier.secure for tier in drawn.experiment.tiers):
+            # new keys of one child, and the tasks of all begin again
+            nodes = (CLOUD, *drawn.experiment.tree.nodes)
+        again = sum(evidence.starts[node] - 1 for node in nodes)
         again += sum(
             int(fault.amount) for fault in drawn.faults if fault.kind is FaultKind.STRANGER
         )
@@ -570,6 +580,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         leaves_clean_brokers,
         has_agreeing_ledgers,
         settles_all_results,
+        opens_no_child,
         weighs_by_what_is_prepared,
         accounts_for_trainings,
         warns_of_no_bug,

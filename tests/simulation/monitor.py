@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -21,6 +21,7 @@ from fedstrata.common.protocol.messages import (
     Message,
     Presence,
     Result,
+    RoundTurn,
     Task,
 )
 from fedstrata.common.protocol.parent_session import ParentSession
@@ -82,6 +83,9 @@ class Evidence:
     misled: list[str] = field(default_factory=list)
     weighed: list[str] = field(default_factory=list)
     left_s: dict[str, float] = field(default_factory=dict)
+    # Of each exchange and child: which of its two secrets others have given shares of, True for its
+    # own mask, False for its key.
+    opened: dict[tuple[bytes, str], set[bool]] = field(default_factory=lambda: defaultdict(set))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +156,14 @@ class Monitor:
         if not isinstance(topic, topics.InboxTopic):
             return
         experiment = self.lab.agents.experiment
-        if isinstance(content, Result):
+        if isinstance(content, Result) and content.key.turn == RoundTurn.MODEL:
             self._announced(topic.sender, content)
         elif isinstance(content, Acknowledgement):
             if content.key < self._answered.get((session, topic.node), content.key):
                 return  # the child has a later task, and ignores it
             self._answered[session, topic.node] = content.key
+            if content.key.turn != RoundTurn.MODEL:
+                return
             place = session, topic.node, content.key.global_round, content.key.local_round
             self._answers[place] = content.reason
             if not content.reason and self._awaits(topic.sender, session, topic.node, content.key):

@@ -24,6 +24,7 @@ from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
+from tests.simulation.secured import shares_noted
 from tests.simulation.trainer import TrainerComputing
 
 TWIN_SEED: Final = 1_000_000_007
@@ -141,7 +142,8 @@ def run_lab(
     )
     if not drawn.experiment.training.trainer.learns_module:
         lab.agents = replace(lab.agents, hardware=TrainerComputing(lab.hardware))
-    return LabRun(lab.run(), monitor.evidence)
+    with shares_noted(monitor.evidence):
+        return LabRun(lab.run(), monitor.evidence)
 
 
 def _placement(drawn: DrawnLab) -> Placement:
