@@ -29,7 +29,7 @@ tests-map: $(INSTALLED) broker links ## record which lines each quick test execu
 	.venv/bin/python -m tests.helpers.executed
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
-	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m '(slow or hypothesis and not gpu) and not flower'
+	HYPOTHESIS_PROFILE=more $(PYTEST) -n 5 -m '(slow or hypothesis and not gpu) and not flower'
 
 test-all: $(INSTALLED) broker links ## run all tests, with most examples
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m 'not gpu and not flower'
