@@ -75,7 +75,7 @@ test-flower: $(FLOWER)/.installed broker ## run apps and clients of Flower's wit
 	  tests/test_flower_apps.py tests/test_new.py tests/test_odd_trainers.py
 
 # A benchmark is a file of tests/bench whose docstring begins with its command.
-bench: $(if $(NAME),$(INSTALLED) broker $(if $(filter kits,$(NAME)),wheel) $(if $(filter flower,$(NAME)),$(FLOWER)/.simulation)) ## run the benchmark NAME with ARGS; list them without NAME
+bench: $(if $(NAME),$(INSTALLED) broker $(if $(filter kits board,$(NAME)),wheel) $(if $(filter flower,$(NAME)),$(FLOWER)/.simulation)) ## run the benchmark NAME with ARGS; list them without NAME
 	@$(if $(NAME),$(if $(filter flower,$(NAME)),$(FLOWER),.venv)/bin/python tests/bench/$(NAME).py $(ARGS),sed -n \
 	  's/^"""`make bench NAME=\([a-z_]*\)`: \([^"]*\).*/\1 \2/p' tests/bench/*.py | while read -r name text; do \
 	  printf '  make bench NAME=%-12s%s\n' "$$name" "$$text"; done)
