@@ -69,6 +69,12 @@ RUNS: Final[Mapping[str, Sequence[str]]] = {
         f"cloud.privacy={{unit='institution', noise_multiplier=0.01, {OF_DEVICES}}}",
         f"institution.privacy={{unit='device', noise_multiplier=0.1, noise_by='parent', {OF_DEVICES}}}",
     ],
+    "secure sums": [
+        *SMALL,
+        "cloud.epoch_control.name='fixed'",
+        "cloud.secure={threshold=0.7}",
+        "institution.secure={bits=16, neighbours=1}",
+    ],
     "noise of samples": [
         *SMALL,
         f"institution.privacy={{unit='sample', noise_multiplier=1.5, {OF_DEVICES}}}",

@@ -144,16 +144,20 @@ def refused_secure(
         yield "privacy.noise_by", problem, 'Use "child".'
     if tier is tiers[0] and control.name != "fixed":
         problem = "the epoch control compares the uploads"
-        yield "secure", problem, "Use it in a tier below the cloud."
+        yield "secure.threshold", problem, "Use it in a tier below the cloud."
     if tier is tiers[-1] and evaluation.on_devices:
-        yield "secure", "devices send scores of their own", 'Use evaluation.at = "cloud".'
+        yield "secure.threshold", "devices send scores of their own", 'Use evaluation.at = "cloud".'
     uploads = tier.closing.uploads_of(fewest)
     needed = tier.secure.shares_needed(fewest)
     if fewest >= LEAST and uploads < needed:
         problem = f"of {fewest} children {needed} open a sum, by secure.threshold"
         yield "closing.quorum", problem, f"Use {needed} or more, or a lower threshold."
     if fewest < LEAST:
-        yield "secure", "the sum of a single child is its model", "Use two children or more."
+        yield (
+            "secure.threshold",
+            "the sum of a single child is its model",
+            "Use two children or more.",
+        )
 
 
 def check_personal(

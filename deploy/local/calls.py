@@ -165,6 +165,7 @@ class Calls:
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
         self._tasks = dict.fromkeys(self.peers, 0)
+        self._asked = dict.fromkeys(self.peers, 0)  # bytes of questions of secure sums
         self._assigned: dict[str, AssignedCall] = {}
         self._uploads = np.empty((0, layouts.up.row_bytes), np.uint8)
         blank = np.zeros(layouts.down.row_bytes, np.uint8)
@@ -250,7 +251,8 @@ class Calls:
             except RefusedModel as error:
                 refused[name] = str(error)
                 self._observe("refused", {"node": name, "reason": str(error)})
-            self._enter(name, result)
+            self._enter(name)
+            self.ledger.enter_reports(name, self._session, result.children)
             timeline.last_result = self.now()
             timeline.seconds[name] = timeline.last_result - begun
             timeline.first_result = timeline.first_result or timeline.last_result
@@ -299,7 +301,11 @@ class Calls:
         for name, question in questions.items():
             member = self._members[name]
             assert member is not None, "its tier has no secure sums"
-            found[name] = member.answer(asked, question)
+            answer = found[name] = member.answer(asked, question)
+            self._asked[name] += len(question)
+            size = len(answer)
+            self._account.add(name, "received", message=size, extras=size)
+            self._enter(name)
         return found
 
     async def _assign(self, dispatch: Dispatch) -> None:
@@ -376,10 +382,11 @@ class Calls:
         model.arrived()
         return model
 
-    def _enter(self, child: str, result: Result) -> None:
+    def _enter(self, child: str) -> None:
         """Enter the byte counts that the child would have reported into the byte ledger."""
-        extras = 4 * self._layouts.down.extras * self._tasks[child]
-        sent = self._sent[child] - extras
+        beside = 4 * self._layouts.down.extras * self._tasks[child]
+        sent = self._sent[child] - beside
+        extras = beside + self._asked[child]
         link = Traffic(
             received_model_payload=sent,
             received_model_message=sent,
@@ -387,7 +394,6 @@ class Calls:
             received_extras_message=extras,
         )
         self.ledger.enter(child, self._session, link=link, below=self._below(child))
-        self.ledger.enter_reports(child, self._session, result.children)
 
     def _progressed(
         self, on_progress: Callable[[], None], phase: Phase, done: int, total: int
