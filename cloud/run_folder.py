@@ -269,10 +269,11 @@ class RunFolder:
         """
         count = self._devices.score(global_round, reports)
         rows = self._devices.last
-        if rows:
-            new = not count and not (self.path / "devices.csv").exists()
-            text = to_csv(rows, header=new)
+        if count:
+            text = to_csv(rows, header=False)
             self._later(partial(self._replace_rows, "devices.csv", text, count))
+        elif rows:
+            self._add_rows("devices.csv", rows)
 
     def catch_up(self) -> None:
         """Write the rows and events that could not be written before. Raises StorageFailed."""
@@ -395,9 +396,6 @@ class RunFolder:
         """
         path = self.path / name
         data = text.encode()
-        if not count:
-            _append(path, data)
-            return
         with writing(path), path.open("r+b") as file:
             begin = end = file.seek(0, os.SEEK_END)
             tail = b""

@@ -24,11 +24,13 @@ from fedstrata.cloud.records import (
     to_csv,
 )
 from fedstrata.cloud.run_folder import RunFolder
+from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.training.scores import ScoredModels, ScoreSums, packed_sums
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.records import BYTES, a_global_round
@@ -148,6 +150,21 @@ def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
     complete = [rows[0], a_global_round(2, 0.123456789, names=["institution-0"])]
     folder.complete_round(complete[1])
     assert (folder.path / "rounds.csv").read_bytes().decode() == to_csv(complete, header=True)
+
+
+def test_devices_that_score_and_nobody_has_trained_are_below_one_header(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, parse({"evaluation": {"at": "devices"}}))
+    sums = ScoreSums(10, 5.0, packed_sums([7.0]))
+    report = ChildReport("device-0", work=Work(tests=ScoredModels(received=sums)))
+    for global_round in (1, 2):
+        folder.add_devices(global_round, [])
+        folder.score_devices(global_round, [report])
+    found = [*rows_of((folder.path / "devices.csv").read_text())]
+    columns = ("global_round", "test_samples", "test_loss", "test_score")
+    assert [[row[name] for name in columns] for row in found] == [
+        ["1", "10", "0.5", "0.7"],
+        ["2", "10", "0.5", "0.7"],
+    ]
 
 
 def test_a_row_is_completed_without_a_look_at_all_rounds_before(tmp_path: Path) -> None:
