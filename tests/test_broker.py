@@ -335,6 +335,13 @@ def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
+def test_a_process_that_ignores_sigterm_is_killed() -> None:
+    process = spawn(["sh", "-c", "trap '' TERM; echo; exec sleep 60"])
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert stop(process, grace_s=0.0) == -signal.SIGKILL
+
+
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone"
 )

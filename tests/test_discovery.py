@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedstrata.common.runtime import discovery
 from fedstrata.common.runtime.discovery import Found, check_carried, discover
 from fedstrata.common.runtime.world import REAL, Host, World
 from fedstrata.deploy.brokers.broker import start
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.helpers.nodes import (
     EXPERIMENT,
     LAB,
@@ -101,6 +103,23 @@ async def test_an_answer_to_nothing_that_was_asked_is_no_run(site: SimulatedSite
     assert not found.done()
     found.cancel()
     await asyncio.wait((found,))
+
+
+@virtual
+async def test_a_child_asks_less_and_less_often(site: SimulatedSite) -> None:
+    asked = list[float]()
+
+    def note(message: Routed) -> None:
+        if message.topic == topics.ask(LAB, PARENT, "device-0"):
+            asked.append(site.loop.time())
+
+    site.network.hooks.append(note)
+    found = seeking(site)
+    await asyncio.sleep(8)
+    found.cancel()
+    await asyncio.wait((found,))
+    pauses = [later - earlier for earlier, later in pairwise(asked)]
+    assert pauses == pytest.approx([0.25, 0.5, 1.0, 2.0, 2.0, 2.0], abs=0.05)
 
 
 @virtual

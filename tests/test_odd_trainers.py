@@ -25,6 +25,7 @@ import pytest
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.surroundings import OwnSurroundings
 from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
@@ -607,6 +608,20 @@ def test_results_of_which_none_has_samples_end_the_run_by_name(
     else:
         code, errors, _ = run(home, path, mode)
         assert code == 1 and re.search(problem, errors.splitlines()[-1]), errors
+
+
+def test_own_code_is_where_it_went_and_the_process_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    surroundings = OwnSurroundings()
+    with surroundings.entered():
+        os.chdir("own")
+    assert Path.cwd() == tmp_path
+    with surroundings.entered():
+        assert Path.cwd() == tmp_path / "own"
+    assert Path.cwd() == tmp_path
 
 
 # Killed after Flower's state was written: half of what a task leaves.

@@ -308,6 +308,31 @@ def test_a_detached_body_leaves_as_it_was() -> None:
     assert received == publish("t", b"\x07" * 300_000)
 
 
+def test_a_body_that_leaves_is_no_acknowledgement_of_the_message_before_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = BulkClient.adopt(
+            mqtt.Client(CallbackAPIVersion.VERSION2),
+            find_place=lambda topic, size: None,
+            landed=lambda *_: None,
+            received=lambda *_: None,
+        )
+        sent = list[int]()
+        client.on_publish = lambda _client, _data, number, *_: sent.append(number)
+        client._sock = ours
+        left = list[bool]()
+        client.publish_body("t", Body(memoryview(bytes(300_000))), done=lambda: None)
+        waiting = client.publish("t", b"", qos=1)  # behind it, and so by paho's own code
+        client.publish_body("t", Body(memoryview(b"")), done=lambda: left.append(True))
+        while not left:
+            theirs.recv(1 << 20)
+            client.loop_write()
+        client._sock = None
+    assert waiting.mid not in sent and not waiting.is_published()
+
+
 def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
     """An ask brings chunks: whoever reports it must be subscribed by then, or the first of them is
     lost.

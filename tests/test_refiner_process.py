@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,7 @@ from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.refiner import NodeRefiner
 from fedstrata.common.learning.splits import split_of
-from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.layout import FrozenForm, ModelLayout
 from fedstrata.common.model.refinement import RoundModels
 from fedstrata.common.runtime.refining import MODULE, RefinerProcess, run_refining
 from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, table, tensors
@@ -142,6 +143,44 @@ def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() ->
         ] == 50
 
     with_both({"name": "feddf", "steps": 1_000_000, "patience": 1_000_000}, work)
+
+
+class Building:
+    """A process, and its channel, that builds other frozen arrays unless it gets a file."""
+
+    def __init__(self, refiner: RefinerProcess, layout: ModelLayout) -> None:
+        self.refiner = refiner
+        self.layout = layout
+        self.given = list[str | None]()
+
+    async def do(self, _: object) -> None:
+        await self.refiner._begin(self)  # type: ignore[arg-type]
+
+    async def request(self, *, frozen: str | None, **_: object) -> Mapping[str, str]:
+        self.given.append(frozen)
+        built = (
+            replace(self.layout, frozen=FrozenForm("0" * 16, 8)) if frozen is None else self.layout
+        )
+        return {"layout": built.to_json()}
+
+    async def end(self) -> None:
+        """Do nothing: each `do` begins again."""
+
+
+def test_a_process_that_builds_other_frozen_arrays_gets_those_of_the_run() -> None:
+    layout = replace(LAYOUT, frozen=FrozenForm("1" * 16, 8))
+
+    async def file() -> Path:
+        return Path("frozen")
+
+    async def play() -> Building:
+        refiner = RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="")
+        process = Building(refiner, layout)
+        refiner._process = process  # type: ignore[assignment]
+        await refiner.prepare(layout, file)
+        return process
+
+    assert asyncio.run(play()).given == [None, "frozen"]
 
 
 class Waiting:

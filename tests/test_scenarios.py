@@ -31,7 +31,8 @@ from tests.helpers.scenarios import (
 from tests.helpers.session_messages import IDLE_S
 from tests.simulation.fault_injection import inject_faults
 from tests.simulation.faults import Fault, FaultKind
-from tests.simulation.lab import ScenarioLab
+from tests.simulation.lab import Scenario, ScenarioLab
+from tests.test_metrics import get
 
 # Faults that end
 
@@ -148,6 +149,18 @@ def test_a_node_that_is_lost_for_good_ends_all_others(loss: str, node: str) -> N
 
 async def hanging(sim: ScenarioLab) -> None:
     sim.hardware.hanging.add("device-0")
+
+
+@pytest.mark.parametrize(("scenario", "state"), [(None, "finished"), (hanging, "failed")])
+def test_the_last_metrics_have_the_state_of_the_run(scenario: Scenario | None, state: str) -> None:
+    found = dict[str, str]()
+
+    def at_end(sim: ScenarioLab) -> None:
+        metrics = get(sim.agents.metrics, "/metrics")[1]
+        found.update(re.findall(r'run_state{.*state="(\w+)"} (\S+)', metrics))
+
+    lab(scenario, at_end=at_end)
+    assert {name for name, value in found.items() if float(value)} == {state}, found
 
 
 def test_a_child_that_hangs_while_it_prepares_ends_a_run_that_needs_it() -> None:

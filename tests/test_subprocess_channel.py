@@ -241,6 +241,16 @@ async def test_the_end_of_the_process_is_reported_with_its_code(
 
 
 @with_peer
+async def test_a_request_that_cannot_be_read_ends_the_process_with_a_traceback(
+    channel: SubprocessChannel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    channel.writer.write(b"{\n")
+    with pytest.raises(ProcessEnded, match="ended with code 1"):
+        await channel.receive()
+    assert "JSONDecodeError: " in capfd.readouterr().err
+
+
+@with_peer
 async def test_a_process_that_closes_its_end_and_does_not_end_is_killed(
     channel: SubprocessChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -529,6 +529,16 @@ def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -
     assert restarts[0] is False and any(restarts)
 
 
+def test_a_chunk_between_two_turns_is_no_reason_to_ask_for_it_again() -> None:
+    slots = parked()
+    assert slots.serve("second") and slots.chunk(0, owner="silent")
+    slots.fetch("third", slots.manifest, room_for(slots.manifest), now=slots.now)
+    slots.wait(PATIENCE_S + 1)
+    assert slots.serve("third")
+    slots.tick(slots.now)
+    assert slots.asked()["silent"].restart is False
+
+
 @examples(60)
 @given(
     slots=st.integers(1, 4),

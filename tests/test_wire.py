@@ -344,6 +344,12 @@ def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     )
 
 
+def test_what_begins_as_no_list_is_no_message() -> None:
+    body = pack([serialization.VERSION, SESSION, 0])[serialization.DIGEST_BYTES :]
+    with pytest.raises(WireError, match=r"^not a message$"):
+        serialization.decode(sealed(b"\x83" + body[1:]))  # a table
+
+
 def test_long_lists_and_texts_are_refused() -> None:
     few = SenderBounds(nodes=3)
     reports = messages.Reports(tuple(ChildReport(f"device-{i}") for i in range(200)))
