@@ -237,6 +237,19 @@ class Both(Attack):
         return model_D + 2
 
 
+class Counting(Attack):
+    """An attack that sends how many colluders and uploads it knows of."""
+
+    def upload(self, now: AttackedUpload) -> Floats:
+        return np.full_like(now.trained_D, 10 * now.colluders + now.children)
+
+
+def test_an_adversary_alone_knows_of_no_other_upload() -> None:
+    settings = Adversaries(attack={"name": f"{__name__}:Counting"}, nodes=["c1"])  # type: ignore[arg-type]
+    model_D = np.zeros(D, np.float32)
+    assert {*Adversary("c1", settings, 1, 1).uploaded(0, model_D, model_D)} == {10.0}
+
+
 @pytest.mark.parametrize(("place", "sent"), [("links", 3.0), ("nodes", 1.0)])
 def test_a_colluder_changes_what_it_sends_and_a_link_also_what_it_gets(
     place: str, sent: float

@@ -119,7 +119,9 @@ def test_times_come_and_leave_as_written(times: OnlineTimes, t: float, seconds: 
     back = times.returns(t)
     expected = next((at for at in [t, *ahead] if online_by_hand(times, at)), inf)
     assert back == (pytest.approx(expected) if expected < inf else inf)
-    if times.repeat_s is not None:  # else the time after the last departure counts too
+    if times.repeat_s is None:
+        assert times.next_change(t) == min((at for at in times.changes if at > t), default=inf)
+    else:  # without a period the time after the last departure counts too
         counted = (
             sum(
                 online_by_hand(times, at)

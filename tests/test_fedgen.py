@@ -255,6 +255,10 @@ def test_the_refiner_gets_heads_and_labels_and_the_children_its_generator() -> N
     assert all(not vector.any() for vector in LINKS.down.extras_of(received).values())
     (asked,) = refiner.asked
     assert asked.r == 0 and len(asked.uploads) == 2
+    begun = np.zeros_like(asked.mean)
+    SMALL.begin(begun, generator(1, Purpose.GENERATOR, "cloud", 0))
+    SMALL.rows.floats(begun)[: SMALL.rows.parameters] += 1  # as the refiner does
+    assert np.array_equal(asked.mean, begun)
     for row, k in zip(asked.uploads, (0, 2), strict=True):
         views, upload = SMALL.rows.views(row), LAYOUT.views(rows_K[k])
         assert np.array_equal(views["head"], upload["head.weight"])

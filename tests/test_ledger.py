@@ -108,6 +108,14 @@ def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
     assert (link.received_model_payload, link.received_model_message) == (150, 170)
 
 
+def test_of_children_that_left_the_last_thousand_are_counted() -> None:
+    ledger = Ledger([], Account())
+    for number in range(1001):
+        ledger.add(f"device-{number}", parent="cloud")
+        ledger.retire(f"device-{number}")
+    assert [*ledger.links()] == [f"device-{number}" for number in range(1, 1001)]
+
+
 @pytest.mark.parametrize(
     "lie",
     [

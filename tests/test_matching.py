@@ -17,6 +17,7 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers.builtin import read_digits
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.baselines import fedma
+from fedstrata.common.methods.baselines.gamf import _solved
 from fedstrata.common.methods.baselines.permutations import groups_of, permute
 from fedstrata.common.methods.rule import Rule, Uploads
 from fedstrata.common.model.layout import ModelLayout, Row, Section
@@ -118,6 +119,13 @@ def test_uploads_near_the_received_model_stay_as_they_are(name: str) -> None:
         outcome = rule.aggregate(0, uploads_of(rows))
         assert outcome.facts.get("moved") in (None, {"a": 0, "b": 0, "c": 0})
     assert np.array_equal(matched.model, plain.model)
+
+
+def test_the_permutation_of_a_temperature_is_doubly_stochastic() -> None:
+    products = np.random.default_rng(1).normal(size=(12, 12)) + np.arange(12)[:, None]
+    soft = _solved(products, 0.5)
+    for axis in (0, 1):
+        np.testing.assert_allclose(soft.sum(axis), np.ones(12), rtol=2e-3)
 
 
 def test_the_order_of_the_children_does_not_matter_to_gamf() -> None:

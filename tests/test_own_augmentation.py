@@ -58,6 +58,16 @@ class Counts(Noise):
         return (sample + self.calls % 2).to(sample.dtype)
 
 
+class Keeps:
+    """Keeps what all of them share, without an effect."""
+
+    calls = 0
+
+    def __call__(self, sample: Tensor) -> Tensor:
+        Keeps.calls += 1
+        return sample
+
+
 class Cropped:
     def __call__(self, sample: Tensor) -> Tensor:
         return sample[..., 1:]
@@ -177,6 +187,15 @@ def test_what_is_wrong_ends_the_run_before_it_begins(
         InvalidExperiment, match=rf"^training\.augmentation\.name = '{HERE}:{name}': .*{problem}"
     ):
         trainer.prepare()
+
+
+def test_what_it_keeps_for_all_devices_of_a_process_is_named() -> None:
+    trainer = Trainer(experiment("Keeps"), node="device-1", accelerator="cpu")
+    trainer.prepare()
+    (note,) = trainer.notes
+    assert note.startswith(
+        f"training.augmentation.name = '{HERE}:Keeps': each training changes {HERE}.Keeps.calls, "
+    )
 
 
 def test_it_runs_on_devices_that_allow_it() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.cloud.global_rounds import LINKS_S
+from fedstrata.cloud.node_reports import NodeReports
 from fedstrata.cloud.records import (
     DeviceRecord,
     GlobalRoundRecord,
@@ -165,6 +166,21 @@ def test_devices_that_score_and_nobody_has_trained_are_below_one_header(tmp_path
         ["1", "10", "0.5", "0.7"],
         ["2", "10", "0.5", "0.7"],
     ]
+
+
+def test_models_that_have_collapsed_are_named(tmp_path: Path) -> None:
+    warned = list[tuple[str, object]]()
+    reports = NodeReports(
+        RunFolder.create(tmp_path, parse({})),
+        (),
+        observe=lambda event, facts: warned.append((event, facts["reason"])),
+    )
+    plans = {"institution-0": [{"spread": 9.0}, {"spread": 0.37}], "cloud": [{"spread": 0.38}]}
+    assert reports.add_plans(3, plans) == {"institution-0": 0.37, "cloud": 0.38}
+    text = (
+        "cloud's models differ by 0.38 of their size: if they stay beyond 0.37, they have collapsed"
+    )
+    assert warned == [("warning", text)]
 
 
 def test_a_row_is_completed_without_a_look_at_all_rounds_before(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.datasets import Dataset
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.readers import table_files
 from fedstrata.common.learning.readers.reader_result import Parts, rows_to_test
 from fedstrata.common.learning.readers.table_files import read_csv
 from fedstrata.common.settings.data import Data, root_below
@@ -623,6 +624,16 @@ def test_an_archive_that_lies_about_its_size_is_refused_before_memory_is_taken(
         file.writestr("y.npy", raw)
     with pytest.raises(InvalidExperiment, match=problem):
         datasets.load(parse({"data": {"dataset": "t.npz", "root": str(tmp_path)}}).data)
+
+
+def test_arrays_that_do_not_fit_into_memory_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "t.npz", x=X, y=np.arange(12))
+    data = parse({"data": {"dataset": "t.npz", "root": str(tmp_path)}}).data
+    monkeypatch.setattr(table_files, "MOST_BYTES", X.nbytes + 12 * 8 - 1)
+    with pytest.raises(InvalidExperiment, match=r"y of \[12\] does not fit into this file"):
+        datasets.load(data)
 
 
 def test_nothing_is_unpickled(archive: Callable[..., Dataset]) -> None:
