@@ -229,6 +229,16 @@ def test_two_blobs_take_turns() -> None:
     assert len(order) == 40 and len(set(order[:8])) == 2
 
 
+def test_blobs_take_turns_beside_one_that_nobody_asks_for() -> None:
+    owner = OneOwner(8)
+    asked = [blob_of(8, seed) for seed in (1, 2)]
+    for manifest, data in asked:
+        owner.offer(manifest, data, ["a"])
+        ask = Ask(manifest.blob, lacking(8, range(8)), 0, 0, 8, True)
+        assert owner.receive("a", ask, now=0.0) is None
+    assert [each.blob for each in owner.publishes()] == [each.blob for each, _ in asked] * 8
+
+
 FAST, SLOW = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(2)]
 WAYS = dict.fromkeys(FAST, LinkDirection(1e6)) | dict.fromkeys(SLOW, LinkDirection(2e4))
 
