@@ -211,7 +211,7 @@ def test_a_picture_has_the_true_and_the_restored_digits(tmp_path: Path) -> None:
 REFUSED: Final = (
     ("--only colours", "--only", 2),
     ("--shadows 3", "--shadows", 2),
-    ("--device device-77", "--device = 'device-77': no device has this name. ", 4),
+    ("--shadows 4 --device device-77", "--device = 'device-77': no device has this name. ", 4),
     ("--set training.trainer.name=plain", "training.trainer", 4),
     ("--only canaries", "canaries audit epsilon of samples. Set it to", 4),
     ("--only inversion --picture /proc/x.svg", "/proc/x.svg", 6),

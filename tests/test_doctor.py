@@ -139,6 +139,14 @@ def test_a_broker_that_makes_ids_of_logins_is_named(
 # This host
 
 
+def test_the_cache_is_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".cache").mkdir()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, found = findings("--broker", "localhost:1")
+    assert found["this", "disk of cache"]["note"].endswith(f" free at {tmp_path / '.cache'}")
+
+
 def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 90000 kB\n")
     (tmp_path / "file").touch()

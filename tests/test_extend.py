@@ -99,6 +99,14 @@ class Unwritten(ColumnRule):
 class Nothing(Objective):
     pass
 
+class Strided(Objective):
+    def backward(self, batch):
+        loss = super().backward(batch)
+        for weight in batch.weights:
+            weight.grad = weight.grad.t().contiguous().t()
+        return loss
+
+
 class Dividing(Objective):
     def losses(self, batch, logits):
         return 1 / 0
@@ -248,6 +256,7 @@ def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: P
         ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:31\)"),
         ("Unwritten", "runs", "`begin` returns what JSON cannot hold"),
         ("Nothing", "other than cross-entropy", "does it have an effect"),
+        ("Strided", "gradients", "not strided as the weights are"),
         ("Dividing", "runs", "ZeroDivisionError"),
         ("Biased", "unbiased", "differs from the change by"),
         ("Trusting", "any bytes", r"decode must raise ValueError .*in Trusting\.decode"),
