@@ -66,7 +66,7 @@ export | {run} --wandb w | 4 pip install 'fedstrata[wandb]'.
 audit | {run} | 4 TORCH
 replay | {run} | 4 TORCH
 experiments | | 0
-provision | lab.toml | 4 PROVISION
+provision | lab.toml | 4 Build one with `make wheel`, or give --wheel FILE.
 check | mine:Mean | 0
 check | mine:Focal | 4 Install torch wherever it runs.
 doctor | --broker localhost:1 --accelerator cpu | 3
