@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,7 @@ class Copy:
         # of the tests that found a mutant, without it
         self._passing: set[str] = set()
         self._failing: set[str] = set()
+        self._written = 0
         self._server = subprocess.Popen(
             [sys.executable, "-P", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -153,6 +155,14 @@ class Copy:
         result: dict[str, Any] = json.loads(self._server.stdout.readline())
         return result["code"], result["failed"]
 
+    def _write(self, file: Path, text: str) -> None:
+        """Write a file, with a time that no other writing has: by it and the size Python knows
+        whether its bytecode is still that of the file.
+        """
+        file.write_text(text, encoding="utf-8")
+        self._written += 1
+        os.utime(file, (self._written, self._written))
+
     def found_by(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> str:
         """Return which of the tests finds a mutant, "" if none does.
 
@@ -162,11 +172,11 @@ class Copy:
         text = file.read_text(encoding="utf-8")
         while True:
             words = [*tests, *(f"--deselect={test}" for test in sorted(self._failing))]
-            file.write_text(mutant.applied(text), encoding="utf-8")
+            self._write(file, mutant.applied(text))
             try:
                 code, failed = self._run(words, limit_s)
             finally:
-                file.write_text(text, encoding="utf-8")
+                self._write(file, text)
             if code is None:
                 return "the time limit"
             if code in (0, NO_TESTS):
