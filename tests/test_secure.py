@@ -341,8 +341,8 @@ def test_a_child_refuses_what_would_show_its_model() -> None:
         ask(packed(replace(present, exchange=bytes(16))))
     box = present.boxes[0]
     moved = (box._replace(name="device-1"), *present.boxes[1:])
-    with pytest.raises(RefusedModel, match="not sealed for this child"):
-        ask(packed(replace(present, boxes=moved)))
+    opened = read(Opened, ask(packed(replace(present, boxes=moved))))
+    assert [share.name for share in opened.shares] == ["device-1", "device-2"]
     roster = read(Roster, summed.roster)
     for other, problem in (
         (replace(roster, members=roster.members[:1]), "one child"),
@@ -503,6 +503,23 @@ def test_a_device_that_is_lost_after_its_shares_is_taken_out_of_the_sum() -> Non
         "institution-0": ["device-3"],
         "institution-1": None,
     }
+
+
+def test_a_child_that_lies_about_its_shares_ends_the_run_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = SecureMember.answer
+
+    def lying(member: SecureMember, key: Key, question: bytes | memoryview) -> bytes:
+        found = answer(member, key, question)
+        if member._node != "device-1" or key.turn != RoundTurn.SHARES:
+            return found
+        boxes = read(Boxes, found).boxes
+        return packed(Boxes(tuple(box._replace(box=bytes(len(box.box))) for box in boxes)))
+
+    monkeypatch.setattr(SecureMember, "answer", lying)
+    problem = "the sum of round 0.0 cannot be opened: 0 shares of device-1's secret, 3 are needed"
+    assert f"RunFailed: {problem}" in lab(tree=TREE).result
 
 
 def test_each_round_has_four_turns_in_order() -> None:

@@ -138,13 +138,12 @@ class SecureRound:
         closing = Closing.model_construct(rule="quorum", quorum=needed, deadline_s=OPENING_S)
         spare = len(present) - needed
         answers = await self._ask(RoundTurn.UNMASK, questions, closing, spare=spare)
-        summed = await self._opened(exchange, closed, answers)
-        return None if summed is None else self._closed(closed, summed)
+        return self._closed(closed, await self._opened(exchange, closed, answers))
 
     async def _opened(
         self, exchange: SecureExchange, closed: ClosedRound, answers: Mapping[str, bytes]
-    ) -> Sum | None:
-        """Return what the sum of a round is, None if the answers do not open it."""
+    ) -> Sum:
+        """Return what the sum of a round is. Raises RunFailed if the answers do not open it."""
         rows = closed.uploads.rows_K[list(closed.uploads.answered)]
         (model, _), *_ = self.dispatch.models
         received = await model.whole() if isinstance(model, Arriving) else model
@@ -157,8 +156,8 @@ class SecureRound:
         try:
             return await work_on(opened, nbytes=rows.nbytes)
         except (RefusedModel, WireError) as error:
-            log.warning("round %s begins again: %s", self._where, error)
-            return None
+            # not without the child that has lied: the others open no second sum
+            raise RunFailed(f"the sum of round {self._where} cannot be opened: {error}") from None
 
     def _closed(self, closed: ClosedRound, summed: Sum) -> ClosedRound:
         """Return the round with the mean of its uploads as the only one."""
