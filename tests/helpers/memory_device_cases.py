@@ -110,7 +110,7 @@ def test_a_device_trains_there_as_on_the_cpu(name: str) -> None:
         received = made.examine(order)
         held = held_bytes()
         work = made.train(order).work
-        assert held_bytes() == held, "a training leaves nothing behind"
+        assert held_bytes() <= held, "a training leaves nothing behind"
         found.append((order.out, work, received.tests, made.examine_trained(order)))
     (wanted, work, *scores), (row, its, *its_scores) = found
     layout = made.vectors.links.up
