@@ -82,9 +82,7 @@ class SecureExchange:
     @property
     def uploads_needed(self) -> int:
         """How many children's uploads have a sum that can be opened, whoever they are."""
-        needed = self._ring.settings.shares_needed
-        spare = min(len(near) - needed(len(near)) for near in self._near.values())
-        return max(LEAST, len(self._members) - spare)
+        return max(LEAST, self.answers_needed(self._members))
 
     def enough(self, present: Collection[str]) -> bool:
         """Return whether the sum of these children can be opened, if all of them answer."""

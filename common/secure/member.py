@@ -61,7 +61,6 @@ class _Exchange:
     members: dict[str, SumMember] = field(default_factory=dict)
     shares: Boxes | None = None  # what a key seals once
     upload: bytes = b""  # digest of the words that were masked
-    present: frozenset[str] = frozenset()  # of the sum that it has helped to open
 
 
 class SecureMember:
@@ -183,10 +182,8 @@ class SecureMember:
         near = {member.name for member in exchange.near}
         if len(near & present) < self._ring.settings.shares_needed(len(near)):
             raise RefusedModel("a sum of too few children")
-        for before in (exchange.present, self._opened.get(self._round, frozenset())):
-            if before and before != present:
-                raise RefusedModel("it has opened another sum of this round")
-        exchange.present = self._opened[self._round] = present
+        if self._opened.setdefault(self._round, present) != present:
+            raise RefusedModel("it has opened another sum of this round")
         while len(self._opened) > ROUNDS_KEPT:
             del self._opened[next(iter(self._opened))]
         found = []
