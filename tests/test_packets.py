@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import tracemalloc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -281,7 +282,9 @@ def test_the_stock_client_serves_where_it_is_asked_for_or_paho_is_unknown(
     assert not bulk.usable.__wrapped__()
 
 
-def test_a_detached_body_leaves_as_it_was() -> None:
+@contextmanager
+def narrow_client() -> Iterator[tuple[BulkClient, socket.socket]]:
+    """Yield a client whose socket takes little at a time, and the other end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -293,6 +296,12 @@ def test_a_detached_body_leaves_as_it_was() -> None:
             received=lambda *_: None,
         )
         client._sock = ours
+        yield client, theirs
+        client._sock = None
+
+
+def test_a_detached_body_leaves_as_it_was() -> None:
+    with narrow_client() as (client, theirs):
         memory = bytearray(b"\x07" * 300_000)
         body, left = Body(memoryview(memory)), []
         client.publish_body("t", body, done=lambda: left.append(True))
@@ -303,25 +312,14 @@ def test_a_detached_body_leaves_as_it_was() -> None:
         while len(received) < len(memory) + 7:
             received += theirs.recv(1 << 16)
             client.loop_write()
-        client._sock = None
     assert left == [True]
     assert received == publish("t", b"\x07" * 300_000)
 
 
 def test_a_body_that_leaves_is_no_acknowledgement_of_the_message_before_it() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client = BulkClient.adopt(
-            mqtt.Client(CallbackAPIVersion.VERSION2),
-            find_place=lambda topic, size: None,
-            landed=lambda *_: None,
-            received=lambda *_: None,
-        )
+    with narrow_client() as (client, theirs):
         sent = list[int]()
         client.on_publish = lambda _client, _data, number, *_: sent.append(number)
-        client._sock = ours
         left = list[bool]()
         client.publish_body("t", Body(memoryview(bytes(300_000))), done=lambda: None)
         waiting = client.publish("t", b"", qos=1)  # behind it, and so by paho's own code
@@ -329,7 +327,6 @@ def test_a_body_that_leaves_is_no_acknowledgement_of_the_message_before_it() -> 
         while not left:
             theirs.recv(1 << 20)
             client.loop_write()
-        client._sock = None
     assert waiting.mid not in sent and not waiting.is_published()
 
 
